@@ -1,21 +1,745 @@
-"""Evaluation and pictures (the evaluation itself lands next)."""
+"""The paper's six benchmarks, scored the way the field scores them.
 
+    python eval.py --model runs/x/checkpoint             the six benchmarks, one table
+    python eval.py --model M --data DIR --limit 20       from local files DIR/<benchmark>.jsonl
+    torchrun --nproc-per-node 8 eval.py --model M        problems split over eight GPUs
+    python eval.py --responses FILE.jsonl                score given responses, sample nothing
+    python eval.py --compare runs/sequence runs/token runs/balanced [--metrics]
+
+Prompts, engines and seeds are grpo_ba.py's, verdicts are verify.py's: a checkpoint is measured as
+it was trained. Results go to <model or --out>/eval/: samples.jsonl (a line per response),
+results.json, results.md. After a crash the same command goes on where it stopped. avg@k is the
+mean over problems of the share of right responses, s.e. its standard error over problems, pass@k
+the unbiased estimator. Left out: few-shot prompts, majority voting, LiveCodeBench's other tasks.
+"""
+
+import argparse
+import base64
+import hashlib
+import io
+import itertools
 import json
 import math
-import sys
+import os
+import pickle
+import re
+import statistics
+import zlib
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import AutoLocator, MaxNLocator
+from tqdm import tqdm
+
+from grpo_ba import (
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+    arg,
+    encode_prompt,
+    fail,
+    load_from_hub,
+    load_policy,
+    load_tokenizer,
+    pick_engine,
+    print0,
+    read_rows,
+    sample_seed,
+    setup_distributed,
+    stop_token_ids,
+    toy_problems,
+    write_atomic,
+)  # fmt: skip
+from verify import Verifier, extract_answer
+
+# ----------------------------------------------------------------------------------------
+# 1. Benchmarks and settings. The revisions are those that public evaluations pin (none was found
+#    for Minerva: None is the newest); the row counts are asserted.
 
 
-def fail(message: str):
-    print(f"eval.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+@dataclass(frozen=True)
+class Benchmark:
+    hub_id: str
+    config: str
+    split: str
+    revision: str | None
+    question: str  # column of the problem
+    answer: str  # column of the gold answer
+    rows: int
+    samples: int  # per problem: the k of avg@k
+    kind: str = "math"
+
+
+# fmt: off
+BENCHMARKS = {
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "", "test",
+        "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", "problem", "answer", 500, 4),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "", "train",
+        "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", "problem", "answer", 30, 32),
+    "aime25": Benchmark("math-ai/aime25", "", "test",
+        "563bb8404243c5f09de6ec262f2db674fe5bce9b", "problem", "answer", 30, 32),
+    "olympiadbench": Benchmark("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train",
+        "91184b52131e7fc9455fef848035173aea8cc01a", "question", "final_answer", 674, 4),
+    "minerva_math": Benchmark("math-ai/minervamath", "", "test",  # 272 from courses, not MATH
+        None, "question", "answer", 272, 4),
+    "livecodebench": Benchmark("livecodebench/code_generation_lite", "", "test",
+        "0fe84c3912ea0c4d4a78037083943e8f0c4dd505", "question_content", "private_test_cases",
+        1055, 4, "code"),
+}
+ALL = BENCHMARKS | {"toy": Benchmark("", "", "", None, "problem", "answer", 256, 4)}  # for tests
+PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
+    "qwen3": (Sampling(32768, 0.6, 0.95, 20), "suffix", True),
+    "qwen3-non-thinking": (Sampling(32768, 0.7, 0.8, 20), "suffix", False),
+    "qwen2.5-math": (Sampling(3072, 0.6, 0.95), "system", False),
+    "other": (Sampling(32768, 0.6, 0.95), "suffix", False),
+    "toy": (Sampling(200), "none", False),
+}
+# fmt: on
+
+
+@dataclass
+class Options:
+    model: str = arg("", "transformers checkpoint to evaluate, folder or hub id")
+    responses: str = arg("", "score this .jsonl instead: problem, answer, response in each row")
+    compare: list[str] = field(
+        default_factory=list, metadata={"help": "evaluated runs or checkpoints to set side by side"}
+    )
+    metrics: bool = arg(False, "with --compare: best against last accuracy during training too")
+    benchmarks: list[str] = field(
+        default_factory=lambda: list(BENCHMARKS),
+        metadata={"help": f"some of {', '.join(BENCHMARKS)} (default: all)"},
+    )
+    data: str = arg("", "folder of <benchmark>.jsonl files to read instead of the hub")
+    limit: int = arg(0, "only the first so many problems of each benchmark; 0: all")
+    out: str = arg("", "results go to OUT/eval/ (default: the model's folder; hub id: runs/NAME)")
+    preset: str = arg("auto", f"auto, by the model, or one of {', '.join(PRESETS)}")
+    samples: int = arg(0, "responses per problem (default: 32 for AIME, else 4)")
+    pass_k: list[int] = field(
+        default_factory=list, metadata={"help": "the k of pass@k (default: 1, 2, 4 ... samples)"}
+    )
+    temperature: float = arg(0.0, "sampling temperature (default: the preset's)")
+    max_tokens: int = arg(0, "longest response (default: the preset's, as far as context allows)")
+    seed: int = arg(0, "every response has its own seed, made from this one")
+    engine: str = arg("auto", "who samples: vllm, transformers, or auto (vllm if there is CUDA)")
+    batch_size: int = arg(256, "responses between two writes; a crash loses at most these")
+    lcb_release: str = arg("release_v6", "LiveCodeBench: release_v1 ... release_v6")
+    lcb_start: str = arg("", "LiveCodeBench: only contests from this day on, YYYY-MM-DD")
+    lcb_end: str = arg("", "LiveCodeBench: only contests up to this day, YYYY-MM-DD")
+    lcb_skip_bad: bool = arg(False, "LiveCodeBench: leave out the problems its ERRATA lists")
+
+
+def check(options):
+    """Refuses what cannot work before anything is loaded."""
+    o = options
+    o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name]
+    if sum(map(bool, (o.model, o.responses, o.compare))) != 1:
+        fail("give one of --model, --responses and --compare; python eval.py --help explains them")
+    for flag, values, choices in (
+        ("benchmarks", o.benchmarks, ALL),
+        ("preset", [o.preset], ["auto", *PRESETS]),
+        ("engine", [o.engine], ["auto", "vllm", "transformers"]),
+        ("lcb_release", [o.lcb_release], LCB_ROWS),
+    ):
+        for value in values:
+            if value not in choices:
+                names = ", ".join(name for name in choices if name != "toy")
+                fail(f"--{flag} {value}: unknown; choose from {names}")
+    for flag in ("limit", "samples", "temperature", "max_tokens", "seed", "batch_size"):
+        if not (flag == "batch_size") <= getattr(o, flag) < math.inf:
+            fail(f"--{flag} {getattr(o, flag)}: must be a positive number")
+    for flag in ("lcb_start", "lcb_end"):
+        try:
+            date.fromisoformat(getattr(o, flag) or "2023-01-01")
+        except ValueError:
+            fail(f"--{flag} {getattr(o, flag)}: no such day; write YYYY-MM-DD")
+    fewest = min(o.samples or ALL[name].samples for name in o.benchmarks)
+    for k in o.pass_k:
+        if k < 1 or (o.model and k > fewest):
+            fail(f"--pass_k {k}: pass@k needs 1 <= k <= samples, here {fewest}; raise --samples")
 
 
 # ----------------------------------------------------------------------------------------
-# 7. Pictures. Figure objects, no pyplot: nothing global is left in a trainer's process and no
+# 2. Data: a benchmark becomes problems {"id", "problem", "answer"}. Those of LiveCodeBench have
+#    "tests" too, a function that reads them when they are needed (decoded, they fill the memory).
+
+
+def load_benchmark(name, options=None):
+    options, benchmark = options or Options(), ALL[name]
+    if name == "toy":
+        world = training_config(options.model).get("toy_world", "rambler")
+        problems = toy_problems(world, benchmark.rows)[1]
+        return [{"id": str(i), **problem} for i, problem in enumerate(problems)]
+    source = str(Path(options.data, f"{name}.jsonl")) if options.data else benchmark.hub_id
+    if options.data and not Path(source).is_file():
+        found = sorted(path.name for path in Path(options.data).glob("*.jsonl")) or "no .jsonl file"
+        fail(f"--data {options.data}: {name}.jsonl is missing there; found {found}")
+    if benchmark.kind == "code":
+        return load_livecodebench(source, options)
+    if options.data:
+        rows, columns = read_rows(source)
+    else:
+        where = f"{source}:{benchmark.config}"
+        rows, columns = read_rows(where, split=benchmark.split, revision=benchmark.revision)
+    question, answer = benchmark.question, benchmark.answer
+    if options.data and not {question, answer} <= columns:
+        question, answer = "problem", "answer"  # a local file may have either form
+    if not {question, answer} <= columns:
+        fail(f"{name} from {source}: needs columns {question} and {answer}; has {sorted(columns)}")
+    check_count(name, source, len(rows), benchmark.rows, options)
+    problems = []
+    for i, row in enumerate(rows):
+        # OlympiadBench: some questions share a context
+        text = f"{row['context']}\n{row[question]}" if row.get("context") else row[question]
+        problems.append({"id": str(i), "problem": text, "answer": clean_gold(name, row[answer])})
+        if not text or not problems[i]["answer"]:
+            fail(f"{name} from {source}: row {i + 1} has an empty {question} or {answer}")
+    return problems
+
+
+def check_count(name, source, found, expected, options):
+    if found != expected and not options.data:
+        fail(f"{name} from {source}: found {found} rows, expected {expected}; use --data to go on")
+    if found != expected:
+        print0(f"{name} from {source}: {found} rows, where the published set has {expected}")
+
+
+def clean_gold(name, gold):
+    """The gold as verify.py reads it; a list (Minerva's variants) means any of these."""
+    golds = gold if isinstance(gold, list) else ["" if gold is None else str(gold).strip()]
+    if name.startswith("aime"):  # "025" and "336^\\circ" are integers
+        return "".join(str(int(number)) for number in re.findall(r"\d+", str(golds[0]))[:1])
+    if name == "olympiadbench":  # ["$69$,$84$"] or "$x$.": all of them, in any order
+        return ", ".join(str(one).replace("$", "").strip().rstrip(".").strip() for one in golds)
+    return golds if isinstance(gold, list) else golds[0]
+
+
+# LiveCodeBench: the raw files, as datasets >= 4 runs no loading script. Release n is the files 1
+# to n: 4.5 GB for release_v6.
+LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
+LCB_COLUMNS = {"question_id", "question_title", "question_content", "contest_date", "starter_code",
+               "public_test_cases", "private_test_cases", "metadata"}  # fmt: skip
+LCB_BAD = {  # its ERRATA.md: several right outputs, interactive, or wrong tests; by id or title
+    "abc311_c", "abc326_d", "abc327_b", "abc333_e", "abc343_a", "abc343_e", "abc362_c", "arc185_c",
+    "abc337_e", "abc355_e", "abc350_c", "arc189_a", "find-words-containing-character",
+    "find-the-peaks", "generate-binary-strings-without-adjacent-zeros", "most-frequent-ids",
+    "apply-operations-to-make-string-empty",
+}  # fmt: skip
+MAX_TESTS_BYTES = 2**30  # of one problem, decompressed: a zip bomb ends here
+LCB_SYSTEM = (  # the official prompt, word for word, from here to lcb_prompt
+    "You are an expert Python programmer. You will be given a question (problem specification) and "
+    "will generate a correct Python program that matches the specification and passes all tests."
+)
+LCB_WITH_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose your "
+    "code within delimiters."
+)
+LCB_WITHOUT_STARTER = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly "
+    "test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when "
+    "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
+)
+
+
+def lcb_prompt(row):
+    starter = row["starter_code"]
+    text = (
+        f"### Question:\n{row['question_content']}\n\n"
+        f"### Format: {LCB_WITH_STARTER if starter else LCB_WITHOUT_STARTER}\n"
+        f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n"
+        "### Answer: (use the provided format with backticks)\n\n"
+    )
+    return [{"role": "system", "content": LCB_SYSTEM}, {"role": "user", "content": text}]
+
+
+class PlainUnpickler(pickle._Unpickler):
+    """Refuses every class and function. Python's own, since a LONG_BINPUT of five bytes makes the
+    C one allocate 64 GB."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}; tests are plain text")
+
+
+def decode_tests(text):
+    """JSON, or base64 of zlib of a pickled JSON string -> [{"input", "output", "testtype"}]."""
+    if not text.lstrip().startswith("["):
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
+        if not inflate.eof:
+            raise ValueError(f"cut off, or over {MAX_TESTS_BYTES:,} bytes when decompressed")
+        text = PlainUnpickler(io.BytesIO(data)).load()
+    tests = json.loads(text)
+    if not all({"input", "output", "testtype"} <= test.keys() for test in tests):
+        raise ValueError("a test without input, output or testtype")
+    return tests
+
+
+def read_tests(path, offset):
+    with open(path, "rb") as file:
+        file.seek(offset)
+        row = json.loads(file.readline())
+    return decode_tests(row["public_test_cases"]) + decode_tests(row["private_test_cases"])
+
+
+def load_livecodebench(source, options):
+    paths = [source]
+    if not options.data:
+        from transformers.utils import cached_file
+
+        names = [
+            "test.jsonl",
+            *(f"test{i}.jsonl" for i in range(2, int(options.lcb_release[-1]) + 1)),
+        ]
+        fetch = partial(cached_file, repo_type="dataset", revision=ALL["livecodebench"].revision)
+        try:
+            paths = [fetch(source, name) for name in names]
+        except OSError as error:
+            fail(f"livecodebench from {source}: cannot be fetched ({str(error).splitlines()[0]}); "
+                 "put its rows into DIR/livecodebench.jsonl and give --data DIR")  # fmt: skip
+    problems, bad, total = [], [], 0
+    for path in paths:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(file.readline, b""), 1):
+                where, offset = f"{path} line {number}", file.tell() - len(line)
+                try:
+                    row = json.loads(line)
+                    if not row.keys() >= LCB_COLUMNS:
+                        missing = sorted(LCB_COLUMNS - row.keys())
+                        fail(f"{where}: columns {missing} are missing; found {sorted(row)}")
+                    func_name = json.loads(row["metadata"]).get("func_name")
+                    if not read_tests(path, offset):
+                        raise ValueError("no tests")
+                except Exception as error:  # noqa: BLE001  a hostile file may raise anything
+                    fail(f"{where}: cannot be decoded ({error}); fetch the file anew")
+                total += 1
+                day = row["contest_date"][:10]
+                if not (options.lcb_start or day) <= day <= (options.lcb_end or day):
+                    continue
+                if LCB_BAD & {row["question_id"], row["question_title"]}:
+                    bad.append(row["question_id"])
+                    if options.lcb_skip_bad:
+                        continue
+                tests = row["public_test_cases"] + row["private_test_cases"]
+                problems.append({
+                    "id": row["question_id"], "problem": lcb_prompt(row), "func_name": func_name,
+                    "tests": partial(read_tests, path, offset),
+                    "answer": f"tests {digest(tests)}",  # names the gold; verify.py reads tests
+                })  # fmt: skip
+    check_count("livecodebench", source, total, LCB_ROWS[options.lcb_release], options)
+    window = f"{options.lcb_start or 'the first contest'} to {options.lcb_end or 'the last'}"
+    print0(f"livecodebench, {window}: {len(problems)} of {total} problems")
+    if bad:
+        verb = "left out" if options.lcb_skip_bad else "kept (--lcb_skip_bad leaves them out)"
+        print0(f"livecodebench: {len(bad)} known-bad problems {verb}: {', '.join(bad)}")
+    if not problems:
+        fail(f"livecodebench: no contest from {window}; widen --lcb_start and --lcb_end")
+    return problems
+
+
+# ----------------------------------------------------------------------------------------
+# 3. Statistics, clustered by problem: responses to one problem are not independent.
+
+
+def pass_at_k(n, c, k):
+    """Probability that one of k responses is right, from n responses of which c are right:
+    1 - C(n-c, k) / C(n, k) (Chen et al., 2021). Unbiased, unlike 1 - (1 - c/n)^k."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs 1 <= k <= n, and there are n = {n} responses")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def mean_and_error(values):
+    """Mean over problems, and its standard error (the problems are a sample of such problems)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def paired_bootstrap(differences, draws=10_000):
+    """(mean, low, high) of the mean over benchmarks of the mean difference over problems, with its
+    95% interval. differences: for each benchmark, one difference a problem."""
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(draws, dtype=torch.float64)
+    for values in differences:
+        values = torch.tensor(values, dtype=torch.float64)
+        picks = torch.randint(len(values), (draws, len(values)), generator=generator)
+        total += values[picks].mean(dim=1) / len(differences)
+    low, high = total.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return statistics.fmean(map(statistics.fmean, differences)), low, high
+
+
+MAX_SANDBOX_ERRORS = 0.01  # neither right nor wrong; with more of them there is no score
+
+
+def summarise(task, rows, pass_k=()):
+    """The figures of one benchmark, from its rows of samples.jsonl."""
+    problems = defaultdict(list)
+    for row in rows:
+        problems[f"{row['id']} {row['problem_hash']}"].append(row)
+    fewest = min(map(len, problems.values()))
+    if max(pass_k, default=0) > fewest:
+        fail(f"--pass_k {max(pass_k)}: {task} has {fewest} responses to one problem; lower it")
+    counts = {  # responses with a verdict, right ones
+        key: (sum(r["reason"] != "sandbox_error" for r in some), sum(r["reward"] for r in some))
+        for key, some in problems.items()
+    }
+    errors = len(rows) - sum(n for n, _ in counts.values())
+    summary = {
+        "problems": len(problems),
+        "samples": fewest,
+        "score": None,
+        "error": None,
+        "pass": {},
+        "tokens": mean(row["tokens"] for row in rows),
+        "truncated": mean(
+            row["finish_reason"] and row["finish_reason"] == "length" for row in rows
+        ),
+        "no_answer": mean(row["reason"] == "no_answer" for row in rows),
+        "sandbox_errors": errors / len(rows),
+        "per_problem": {key: c / n for key, (n, c) in counts.items() if n},
+    }
+    if errors <= MAX_SANDBOX_ERRORS * len(rows):
+        summary["score"], summary["error"] = mean_and_error(list(summary["per_problem"].values()))
+        powers = [2**i for i in range(fewest.bit_length()) if 2**i < fewest]
+        for k in pass_k or [*powers, fewest]:
+            values = [pass_at_k(n, int(c), k) for n, c in counts.values() if n >= k]
+            summary["pass"][k] = statistics.fmean(values)
+    return summary
+
+
+def mean(values):
+    """Of those that are known; a replayed file may not say them."""
+    known = [float(value) for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def average(summaries):
+    """Score and standard error, unweighted over the benchmarks as in the paper's table."""
+    scores = [summary["score"] for summary in summaries.values()]
+    if len(scores) < 2 or None in scores:
+        return None
+    error = math.hypot(*(summary["error"] or 0 for summary in summaries.values())) / len(scores)
+    return {"score": statistics.fmean(scores), "error": error}
+
+
+def percent(value):
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def markdown(header, rows):
+    """A table that is aligned, so readable in a terminal too."""
+    rows = [header, [""] * len(header), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    rows[1] = ["-" * width for width in widths]
+    cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def finish(folder, settings, summaries):
+    """results.json, results.md, and the table on the screen."""
+    ks, total = sorted({k for s in summaries.values() for k in s["pass"]}), average(summaries)
+    header = ["%", "problems", "k", "avg@k", "s.e.", *(f"pass@{k}" for k in ks), "tokens",
+              "truncated", "no answer", "sandbox errors"]  # fmt: skip
+    rows = [
+        [name, str(s["problems"]), str(s["samples"]), percent(s["score"]), percent(s["error"]),
+         *(percent(s["pass"].get(k)) for k in ks), f"{s['tokens'] or math.nan:.0f}",
+         *(percent(s[key]) for key in ("truncated", "no_answer", "sandbox_errors"))]
+        for name, s in summaries.items()
+    ]  # fmt: skip
+    if total:
+        blank = [""] * (len(ks) + 4)
+        rows.append(["average", "", "", percent(total["score"]), percent(total["error"]), *blank])
+    table = markdown(header, rows)
+    for name, s in summaries.items():
+        if s["score"] is None:
+            table += (f"\n{name}: no score, as the sandbox failed on {percent(s['sandbox_errors'])}% "
+                      "of the responses; the same command again scores those anew\n")  # fmt: skip
+    results = {"settings": settings, "benchmarks": summaries, "average": total}
+    write_atomic(folder / "results.json", json.dumps(results, indent=1))
+    write_atomic(folder / "results.md", table)
+    print(f"\n{table}\n{folder / 'results.json'}")
+
+
+# ----------------------------------------------------------------------------------------
+# 4. Sampling. Every batch is scored and appended to samples.jsonl. A response is a function of
+#    weights, settings, prompt and its own seed, so an evaluation that was killed goes on with what
+#    is missing, and any number of ranks gives the same table.
+
+PLACE = ("settings", "task", "id", "sample", "prompt_hash", "problem_hash")  # tells samples apart
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_config(model):
+    """config.json of the run that a checkpoint belongs to; {} for any other model."""
+    path = Path(model).expanduser().parent / "config.json"
+    config = json.loads(path.read_text()) if model and path.is_file() else {}
+    return config if "aggregation" in config else {}
+
+
+def choose_preset(options, model_config):
+    """(name, sampling, instruction, thinking) for this model; flags override. A checkpoint of ours
+    keeps the prompt format that it was trained with."""
+    trained = training_config(options.model)
+    name, family = options.preset, model_config.model_type
+    if name == "auto":
+        is_math = "math" in (trained.get("model") or options.model).lower()
+        thinks = trained.get("enable_thinking", True)
+        name = "qwen3" if family == "qwen3" else "other"
+        if family == "qwen3" and not thinks:
+            name = "qwen3-non-thinking"
+        if family == "qwen2" and is_math:
+            name = "qwen2.5-math"
+        if options.benchmarks == ["toy"]:
+            name = "toy"
+    sampling, instruction, thinking = PRESETS[name]
+    if options.preset == "auto":
+        instruction = trained.get("instruction", instruction)
+    context = model_config.max_position_embeddings
+    room = max(context - 4096, context * 3 // 4)  # the rest is for the prompt
+    sampling = replace(
+        sampling,
+        max_tokens=options.max_tokens or min(sampling.max_tokens, room),
+        temperature=options.temperature or sampling.temperature,
+    )
+    return name, sampling, instruction, thinking
+
+
+def read_lines(path):
+    """Rows of a .jsonl file whose last line may be cut off."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def append_lines(path, rows):
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def merge_ranks(folder):
+    """Moves what the other ranks wrote into samples.jsonl. To die in between leaves some rows there
+    twice, which does no harm."""
+    samples = folder / "samples.jsonl"
+    if samples.exists():  # or a torn last line would swallow the next one
+        os.truncate(samples, samples.read_bytes().rfind(b"\n") + 1)
+    for part in sorted(folder.glob("samples.rank*.jsonl")):
+        append_lines(samples, read_lines(part))
+        part.unlink()
+
+
+def verdict_fields(problem, text, verdict):
+    """What a row of samples.jsonl says of the score, sampled or replayed."""
+    return {
+        "response": text,
+        "extracted": None if problem.get("tests") else extract_answer(text),
+        "gold": problem.get("answer"),
+        "reward": verdict.reward,
+        "reason": verdict.reason,
+    }
+
+
+def make_engine(kind, dtype, max_model_len, tokenizer, device, options):
+    stop_ids = stop_token_ids(options.model, tokenizer)
+    if kind == "vllm":
+        return VLLMEngine(options.model, stop_ids, max_model_len, dtype, 0.9, options.seed)
+    return TransformersEngine(load_policy(options.model, device), stop_ids, options.batch_size)
+
+
+def evaluate(options):
+    from transformers import AutoConfig
+
+    rank, world, device = setup_distributed()
+    model_config, tokenizer = (
+        load_from_hub(AutoConfig, options.model),
+        load_tokenizer(options.model),
+    )
+    preset, sampling, instruction, thinking = choose_preset(options, model_config)
+    kind, path = pick_engine(options.engine), Path(options.model).expanduser()
+    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safetensors")]
+    settings = {
+        "model": options.model,
+        "weights": sorted(stamps) or model_config._commit_hash,  # a model trained on is another one
+        "engine": kind,
+        "dtype": "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32",
+        "seed": options.seed,
+        "instruction": instruction,
+        "enable_thinking": thinking,
+        **asdict(sampling),
+    }
+    folder = Path(options.out or (path if path.is_dir() else Path("runs", path.name)), "eval")
+    wanted, context, longest = {}, model_config.max_position_embeddings, 0
+    for name in options.benchmarks:
+        for problem in load_benchmark(name, options)[: options.limit or None]:
+            how = "none" if "tests" in problem else instruction
+            ids = encode_prompt(tokenizer, problem["problem"], how, thinking)
+            if len(ids) + sampling.max_tokens > context:
+                fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
+                     f"{len(ids)} prompt tokens and the model a context of {context}; lower it"
+                )  # fmt: skip
+            longest = max(longest, len(ids) + sampling.max_tokens)
+            hashes = digest(ids), digest([problem["problem"], problem["answer"]])
+            for sample in range(options.samples or ALL[name].samples):
+                place = (digest(settings), name, problem["id"], sample, *hashes)
+                wanted[place] = problem | {"prompt_ids": ids}
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        merge_ranks(folder)
+        print0(f"{options.model}: preset {preset}, {kind} engine, {sampling}; writing to {folder}")
+    if world > 1:
+        dist.barrier()
+
+    def on_disk():
+        """Samples by place, without their texts: there may be gigabytes of these."""
+        rows = (row | {"response": ""} for row in read_lines(folder / "samples.jsonl"))
+        return {tuple(row.get(key) for key in PLACE): row for row in rows}
+
+    done = on_disk()
+    todo = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
+    turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[1:3] for p in todo))}
+    todo = [p for p in todo if turn[p[1:3]] % world == rank]  # whole problems: they share a prefix
+    part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
+    bar = tqdm(total=len(todo), desc="samples", unit="sample", disable=rank > 0)
+    right, engine = 0.0, None
+    with Verifier() as verifier:
+        for start in range(0, len(todo), options.batch_size):
+            batch = todo[start : start + options.batch_size]
+            engine = engine or make_engine(
+                kind, settings["dtype"], longest, tokenizer, device, options
+            )
+            prompts = [wanted[p]["prompt_ids"] for p in batch]
+            seeds = [sample_seed(options.seed, "eval", *p[1:4]) for p in batch]
+            label = "" if rank else batch[0][1]
+            responses = engine.generate(prompts, 1, sampling, seeds, progress=label)
+            texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
+            problems = [with_tests(wanted[p]) for p in batch]
+            verdicts = verifier.score(texts, problems)
+            rows = [
+                dict(zip(PLACE, p))
+                | verdict_fields(wanted[p], text, verdict)
+                | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
+                | {"sampling": asdict(sampling), "model": options.model}
+                for p, response, text, verdict in zip(batch, responses, texts, verdicts)
+            ]
+            append_lines(part, rows)
+            right += sum(verdict.reward for verdict in verdicts)
+            bar.update(len(rows))
+            bar.set_postfix_str(f"accuracy {right / bar.n:.3f}")
+    bar.close()
+    if world > 1:
+        dist.barrier()
+    if rank == 0:
+        merge_ranks(folder)
+        done = on_disk()
+        tasks = {name: [done[p] for p in wanted if p[1] == name] for name in options.benchmarks}
+        summaries = {name: summarise(name, rows, options.pass_k) for name, rows in tasks.items()}
+        finish(folder, settings, summaries)
+
+
+def with_tests(problem):
+    return problem | {"tests": problem["tests"]()} if "tests" in problem else problem
+
+
+def replay(options):
+    """Scores the responses of a file: rows of problem, response, and answer or tests (func_name);
+    optional are task, id, tokens and finish_reason."""
+    path = Path(options.responses)
+    if not path.is_file():
+        fail(f"--responses {path}: there is no such file")
+    rows, _ = read_rows(str(path))
+    for i, row in enumerate(rows, 1):
+        if not row.keys() >= {"problem", "response"} or not row.keys() & {"answer", "tests"}:
+            fail(f"{path} row {i}: needs problem, response and answer (or tests); has {[*row]}")
+    with Verifier() as verifier:
+        try:
+            verdicts = verifier.score([row["response"] for row in rows], rows, progress=True)
+        except ValueError as error:
+            fail(f"{path}: {error}")
+    tasks, counts = defaultdict(list), defaultdict(int)
+    for row, verdict in zip(rows, verdicts):
+        task, problem = row.get("task", path.stem), digest([row["problem"], row.get("answer")])
+        known = {key: row.get(key) for key in ("tokens", "finish_reason", "model")}
+        place = {"task": task, "id": str(row.get("id", "")), "sample": counts[task, problem]}
+        fields = verdict_fields(row, row["response"], verdict)
+        tasks[task].append(place | {"problem_hash": problem} | fields | known)
+        counts[task, problem] += 1
+    folder = Path(options.out or path.with_suffix(""), "eval")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) + "\n" for some in tasks.values() for row in some]
+    write_atomic(folder / "samples.jsonl", "".join(lines))
+    summaries = {task: summarise(task, some, options.pass_k) for task, some in tasks.items()}
+    finish(folder, {"responses": str(path)}, summaries)
+
+
+# ----------------------------------------------------------------------------------------
+# 5. Comparison, paired: on the same problems, so that their difficulty cancels.
+
+
+def compare(options):
+    runs = options.compare
+    names = [Path(run.removesuffix("/").removesuffix("/checkpoint")).name for run in runs]
+    names = names if len(set(names)) == len(runs) else runs
+    if len(set(runs)) < 2:
+        fail(f"--compare {' '.join(runs)}: name at least two runs")
+    results = {}
+    for name, run in zip(names, runs):
+        places = [Path(run, *parts) for parts in ((), ("eval",), ("checkpoint", "eval"))]
+        found = [place / "results.json" for place in places if (place / "results.json").is_file()]
+        if not found:
+            fail(f"--compare {run}: no eval/results.json in it; evaluate it first with --model")
+        results[name] = json.loads(found[0].read_text())["benchmarks"]
+    tasks = [
+        task
+        for task in results[names[0]]
+        if all(task in result and result[task]["score"] is not None for result in results.values())
+    ]
+    if not tasks:
+        fail(f"--compare {' '.join(runs)}: no benchmark has a score in all of them")
+    pairs = [(b, a) for a, b in itertools.combinations(names, 2)]
+    rows, differences = [], {pair: [] for pair in pairs}
+
+    def interval(values):
+        return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in paired_bootstrap(values)))
+
+    for task in tasks:
+        of = {name: results[name][task]["per_problem"] for name in names}
+        common = [key for key in of[names[0]] if all(key in of[name] for name in names)]
+        if not common:
+            fail(f"--compare: the runs share no problem of {task}; evaluate them on the same data")
+        for a, b in pairs:
+            differences[a, b].append([of[a][key] - of[b][key] for key in common])
+        means = [percent(mean(of[name][key] for key in common)) for name in names]
+        cells = [interval(differences[pair][-1:]) for pair in pairs]
+        rows.append([task, str(len(common)), *means, *cells])
+    if len(tasks) > 1:
+        means = [percent(mean(results[name][task]["score"] for task in tasks)) for name in names]
+        rows.append(["average", "", *means, *(interval(differences[pair]) for pair in pairs)])
+    print(markdown(["%", "problems", *names, *(f"{a} - {b}" for a, b in pairs)], rows))
+    print("brackets: 95% interval of the difference, paired bootstrap over problems\n")
+    curves = {}
+    if options.metrics:
+        curves = {name: accuracy_curve(Path(run)) for name, run in zip(names, runs)}
+        for name, (x, y) in curves.items():
+            if not x:
+                fail(f"--metrics: {name} was not evaluated during training; drop the flag")
+        rows = [
+            [name, *map(percent, (max(y), y[-1], max(y) - y[-1])), str(x[y.index(max(y))])]
+            for name, (x, y) in curves.items()
+        ]
+        print(markdown(["during training, %", "best", "last", "lost", "best at update"], rows))
+    folder = Path(options.out or Path(runs[0]).absolute().parent, "eval")
+    summaries = {task: {name: results[name][task] for name in names} for task in tasks}
+    print(draw_compare(summaries, curves, folder / "compare.png"))
+
+
+# ----------------------------------------------------------------------------------------
+# 6. Pictures. Figure objects, no pyplot: nothing global is left in a trainer's process and no
 #    display is needed. Sized for a README, labelled on the lines, safe for colour-blind readers.
 
 # Okabe-Ito palette; a rule has the same colour in every picture.
@@ -71,12 +795,11 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def read_run(run: Path) -> tuple[dict, list[dict]]:
-    """config.json and metrics.jsonl of a training run; a line that is being written is left out."""
+    """config.json and metrics.jsonl of a training run."""
     metrics, config = Path(run, "metrics.jsonl"), Path(run, "config.json")
     if not metrics.exists():
         fail(f"{run} has no metrics.jsonl: name the folder of a training run")
-    lines = metrics.read_text().split("\n")[:-1]
-    return json.loads(config.read_text()) if config.exists() else {}, [json.loads(x) for x in lines]
+    return json.loads(config.read_text()) if config.exists() else {}, read_lines(metrics)
 
 
 def accuracy_curve(run: Path) -> tuple[list[int], list[float]]:
@@ -178,3 +901,65 @@ def draw_rules(runs: dict[str, dict[str, list[Path]]], path: Path) -> Path:
     what = f"mean of {seeds} seeds (thin lines: each seed)" if seeds != "1" else "1 seed"
     figure.suptitle(f"Held-out accuracy while training: {what}", color=INK)
     return save_figure(figure, path)
+
+
+def draw_compare(results, curves, path):
+    """compare.png: {task: {run: summary}} as bars with 95% intervals; beside it, where training
+    evaluated along the way, best against last accuracy: how stable the run was."""
+    names = list(next(iter(results.values())))
+    colors, width = color_of(names), 0.8 / len(names)
+    figure, panels = new_figure(max(6, 1.5 * len(results) + 4 * bool(curves)), 3.8, 1,
+                                2 if curves else 1)  # fmt: skip
+    for i, name in enumerate(names):
+        scores = [runs[name]["score"] for runs in results.values()]
+        errors = [1.96 * (runs[name]["error"] or 0) for runs in results.values()]
+        x = [task + (i - (len(names) - 1) / 2) * width for task in range(len(results))]
+        panels[0].bar(x, scores, 0.92 * width, color=colors[name], label=name)
+        panels[0].errorbar(x, scores, errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+    panels[0].set_xticks(range(len(results)), list(results))
+    panels[0].set_ylim(0)
+    panels[0].set_title("avg@k with 95% interval over problems", color=INK)
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        panels[1].plot([max(y), y[-1]], [i, i], color=colors[name], lw=2)
+        panels[1].plot(max(y), i, "o", color="white", markeredgecolor=colors[name], ms=9, mew=2)
+        panels[1].plot(y[-1], i, "o", color=colors[name], ms=9)
+    if curves:
+        panels[1].set_yticks(range(len(curves)), list(curves))
+        panels[1].set_ylim(len(curves) - 0.4, -0.6)
+        panels[1].set_title("during training: best (open), last (full)", color=INK)
+        panels[1].grid(axis="x", color=GRID, linewidth=0.7)
+        panels[1].xaxis.set_major_locator(AutoLocator())
+    return save_figure(figure, path)
+
+
+# ----------------------------------------------------------------------------------------
+# 7. Command line
+
+
+def parse(argv=None):
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(
+        Options, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    options = Options(**vars(parser.parse_args(argv)))
+    check(options)
+    return options
+
+
+def main():
+    options = parse()
+    try:
+        action = compare if options.compare else replay if options.responses else evaluate
+        action(options)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on where it stopped")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
