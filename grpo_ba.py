@@ -774,86 +774,92 @@ def update(model, optimizer, responses, advantages, weights, config):
     """
     model.train()
     device = model.device
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
     lengths = [len(r.prompt_ids) + len(r.ids) for r in responses]
     # A response with A = 0 adds nothing to any gradient: it is not computed at all.
-    trained = [i for i, a in enumerate(advantages.flatten().tolist()) if a != 0]
+    trained = [i for i, A in enumerate(advantages.flatten().tolist()) if A != 0]
     size = len(responses) // config.minibatches  # whole groups
     minibatches = [[i for i in trained if i // size == m] for m in range(config.minibatches)]
     groups_per_minibatch = config.prompts_per_step // config.minibatches  # of all ranks together
-    old_logprobs = {}  # row -> [|o|]: of the weights that sampled, as the trainer computes them
+    old_logprobs = {}  # row -> [|o|], of the weights that sampled, as the trainer computes them
+    names = "tokens entropy approx_kl clip_low clip_high mismatch_kl tis_truncated real computed"
+    sums = Counter(dict.fromkeys(names.split(), 0.0))
+    mismatch_max, norms = 0.0, []
 
-    def forward(rows):
-        with autocast():
-            return response_logprobs(
-                model, [responses[i] for i in rows], config.temperature, config.logprob_chunk
-            )
-
-    def cut(rows):
+    def passes(rows):
+        """Forward passes over these rows: (rows, tokens per row, logprobs [T], entropy [T])."""
         for batch in micro_batches([lengths[i] for i in rows], config.micro_batch_tokens):
-            yield [rows[j] for j in batch]
+            batch = [rows[j] for j in batch]
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                logprobs, entropy = response_logprobs(
+                    model, [responses[i] for i in batch], config.temperature, config.logprob_chunk
+                )
+            yield batch, [len(responses[i].ids) for i in batch], logprobs, entropy
 
     # The first minibatch meets the weights that sampled it: its own forward pass will give its old
     # logprobs. The others need a pass of their own, before the first optimizer step.
     with torch.no_grad():
-        for rows in cut([i for minibatch in minibatches[1:] for i in minibatch]):
-            logprobs, _ = forward(rows)
-            old_logprobs.update(zip(rows, logprobs.split([len(responses[i].ids) for i in rows])))
+        for rows, counts, logprobs, _ in passes(sum(minibatches[1:], [])):
+            old_logprobs.update(zip(rows, logprobs.split(counts)))
 
-    sums = torch.zeros(7, dtype=torch.float64, device=device)
-    worst, padded, norms, losses, skipped = 0.0, 0, [], [], 0
-    for _ in range(config.epochs):
-        for minibatch in minibatches:
-            minibatch_loss = torch.zeros((), device=device)
-            for rows in cut(minibatch):
-                counts = [len(responses[i].ids) for i in rows]
-                repeats = torch.tensor(counts)
-                A = advantages.flatten()[rows].repeat_interleave(repeats).to(device)  # [T]
-                w = weights.flatten()[rows].repeat_interleave(repeats).to(device)  # [T]
-                logprobs, entropy = forward(rows)  # [T], [T]
-                for i, part in zip(rows, logprobs.detach().split(counts)):
-                    old_logprobs.setdefault(i, part)
-                old = torch.cat([old_logprobs[i] for i in rows])
-                loss, is_clipped = policy_loss(logprobs, old, A, config.clip_low, config.clip_high)
-                # The engine's policy differs a little from the trainer's (other kernels, bf16):
-                # truncated importance sampling reweighs by trainer over engine, at most tis_cap.
-                mismatch = old - torch.cat([responses[i].logprobs for i in rows]).to(device)
-                if config.tis_cap:
-                    loss = loss * mismatch.exp().clamp(max=config.tis_cap)
-                loss = (w * loss).sum() / groups_per_minibatch  # added up: the mean over groups
-                loss.backward()
+    for minibatch in minibatches * config.epochs:
+        minibatch_loss = torch.zeros((), device=device)
+        for rows, counts, logprobs, entropy in passes(minibatch):
+            for i, own in zip(rows, logprobs.detach().split(counts)):
+                old_logprobs.setdefault(i, own)
+            old = torch.cat([old_logprobs[i] for i in rows])  # [T]
+            # From one number per response to one per token, [T] each.
+            repeats = torch.tensor(counts)
+            A = advantages.flatten()[rows].repeat_interleave(repeats).to(device)
+            w = weights.flatten()[rows].repeat_interleave(repeats).to(device)
+            loss, is_clipped = policy_loss(logprobs, old, A, config.clip_low, config.clip_high)
+            # The engine's policy differs a little from the trainer's (other kernels, bf16):
+            # truncated importance sampling reweighs by trainer over engine, at most tis_cap.
+            mismatch = old - torch.cat([responses[i].logprobs for i in rows]).to(device)
+            if config.tis_cap:
+                loss = loss * mismatch.exp().clamp(max=config.tis_cap)
+            loss = (w * loss).sum() / groups_per_minibatch  # they add up to the mean over groups
+            loss.backward()
 
-                minibatch_loss += loss.detach()
-                worst = max(worst, mismatch.abs().max().item())
-                padded += len(rows) * max(lengths[i] for i in rows)
-                kl, mismatch_kl = (d.exp() - 1 - d for d in (logprobs.detach() - old, mismatch))
-                for j, value in enumerate(
-                    [torch.ones_like(A), entropy, kl, is_clipped & (A < 0), is_clipped & (A > 0),
-                     mismatch_kl, mismatch.exp() > (config.tis_cap or math.inf)]
-                ):  # fmt: skip
-                    sums[j] += value.sum()
-            finite = False
-            if over_ranks(len(minibatch), device) > 0:
-                sum_gradients(model.parameters())
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-                losses.append(over_ranks(minibatch_loss.item(), device))
-                finite = math.isfinite(losses[-1]) and math.isfinite(norm)
-            if finite:
-                optimizer.step()
-                norms.append(norm.item())
-            else:  # no group with spread, or a number that is none: the weights stay as they are
-                skipped += 1
-            optimizer.zero_grad(set_to_none=True)
-    tokens, *totals = (over_ranks(value, device) for value in sums.tolist())
-    names = ("entropy", "approx_kl", "clip_low", "clip_high", "mismatch_kl", "tis_truncated")
-    metrics = {name: value / tokens if tokens else None for name, value in zip(names, totals)}
-    metrics["mismatch_max"] = over_ranks(worst, device, dist.ReduceOp.MAX)
-    metrics["grad_norm"] = sum(norms) / len(norms) if norms else 0.0
-    metrics["skipped"] = skipped
-    computed = over_ranks(padded, device)
-    real = over_ranks(config.epochs * sum(lengths[i] for i in trained), device)
-    metrics["padding"] = 1 - real / computed if computed else 0.0
-    return metrics
+            minibatch_loss += loss.detach()
+            mismatch_max = max(mismatch_max, mismatch.abs().max().item())
+            log_ratio = logprobs.detach() - old
+            sums.update(
+                tokens=len(A),
+                entropy=entropy.sum(),
+                approx_kl=(log_ratio.exp() - 1 - log_ratio).sum(),
+                clip_low=(is_clipped & (A < 0)).sum(),
+                clip_high=(is_clipped & (A > 0)).sum(),
+                mismatch_kl=(mismatch.exp() - 1 - mismatch).sum(),
+                tis_truncated=(mismatch.exp() > (config.tis_cap or math.inf)).sum(),
+                real=sum(lengths[i] for i in rows),
+                computed=len(rows) * max(lengths[i] for i in rows),
+            )
+        has_spread = over_ranks(len(minibatch), device) > 0
+        norms.append(
+            optimizer_step(model, optimizer, minibatch_loss, config) if has_spread else None
+        )
+    sums = {name: over_ranks(float(total), device) for name, total in sums.items()}
+    tokens, real, computed = (sums.pop(name) for name in ("tokens", "real", "computed"))
+    taken = [norm for norm in norms if norm is not None]
+    return {
+        **{name: total / tokens if tokens else None for name, total in sums.items()},
+        "mismatch_max": over_ranks(mismatch_max, device, dist.ReduceOp.MAX),
+        "grad_norm": sum(taken) / len(taken) if taken else 0.0,
+        "skipped": len(norms) - len(taken),
+        "padding": 1 - real / computed if computed else 0.0,
+    }
+
+
+def optimizer_step(model, optimizer, loss, config):
+    """Clip and step. Returns the gradient's norm; or None, with the weights left as they are,
+    where the loss or the norm is not a number."""
+    sum_gradients(model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+    finite = math.isfinite(norm) and math.isfinite(over_ranks(loss.item(), loss.device))
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm if finite else None
 
 
 # Several GPUs: torchrun starts one process per GPU, each with a whole model, its own engine and
