@@ -798,7 +798,7 @@ def update(model, optimizer, responses, advantages, weights, config):
     # The first minibatch meets the weights that sampled it: its own forward pass will give its old
     # logprobs. The others need a pass of their own, before the first optimizer step.
     with torch.no_grad():
-        for rows, counts, logprobs, _ in passes(sum(minibatches[1:], [])):
+        for rows, counts, logprobs, _ in passes(list(itertools.chain(*minibatches[1:]))):
             old_logprobs.update(zip(rows, logprobs.split(counts)))
 
     for minibatch in minibatches * config.epochs:
