@@ -140,7 +140,8 @@ DAPO = "--train_data open-r1/DAPO-Math-17k-Processed:all"
 POLARIS = "--train_data POLARIS-Project/Polaris-Dataset-53K"
 PRESETS = {
     "toy": "--max_prompt_tokens 64 --max_response_tokens 200 --prompts_per_step 8 --minibatches 2 "
-    "--steps 24 --lr 2e-4 --eval_every 4 --save_every 4 --logprob_chunk 0 --instruction none",
+    "--steps 24 --lr 2e-4 --eval_every 4 --save_every 4 --micro_batch_tokens 1024 --logprob_chunk 0 "
+    "--instruction none",
     "small": "--steps 20 --lr 5e-6 --eval_every 5 --eval_problems 32 --save_every 5",
     "qwen3-1.7b-dapo": QWEN3 + DAPO,
     "qwen3-1.7b-polaris": QWEN3 + POLARIS,
@@ -960,12 +961,13 @@ class RunFolder:
             self.wandb = wandb.init(project="grpo_ba", name=self.path.name, config=asdict(config))
 
     def log(self, metrics, samples):
+        numbers = {k: v for k, v in metrics.items() if v is not None and math.isfinite(v)}
+        metrics = {k: numbers.get(k) for k in metrics}  # JSON has no NaN: null
         for name, rows in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 file.flush()
                 os.fsync(file.fileno())
-        numbers = {k: v for k, v in metrics.items() if v is not None}
         if self.tensorboard:
             for key, value in numbers.items():
                 self.tensorboard.add_scalar(key, value, metrics["step"])
@@ -986,8 +988,8 @@ class RunFolder:
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
+        if folder.exists():  # else a crash came between the two renames, and the old one is all
+            shutil.rmtree(old, ignore_errors=True)
             os.rename(folder, old)
         os.rename(new, folder)
         shutil.rmtree(old, ignore_errors=True)
