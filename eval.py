@@ -44,6 +44,7 @@ from grpo_ba import (
     arg,
     encode_prompt,
     fail,
+    leave_distributed,
     load_from_hub,
     load_policy,
     load_tokenizer,
@@ -100,6 +101,9 @@ PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
     "other": (Sampling(32768, 0.6, 0.95), "suffix", False),
     "toy": (Sampling(200), "none", False),
 }
+LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
+VLLM_MEMORY = 0.9  # share of the GPU: no trainer is beside it
+ENGINES = ["auto", "vllm", "transformers"]
 # fmt: on
 
 
@@ -118,7 +122,7 @@ class Options:
     data: str = arg("", "folder of <benchmark>.jsonl files to read instead of the hub")
     limit: int = arg(0, "only the first so many problems of each benchmark; 0: all")
     out: str = arg("", "results go to OUT/eval/ (default: the model's folder; hub id: runs/NAME)")
-    preset: str = arg("auto", f"auto, by the model, or one of {', '.join(PRESETS)}")
+    preset: str = arg("auto", "how to ask and sample; auto: by the model", ["auto", *PRESETS])
     samples: int = arg(0, "responses per problem (default: 32 for AIME, else 4)")
     pass_k: list[int] = field(
         default_factory=list, metadata={"help": "the k of pass@k (default: 1, 2, 4 ... samples)"}
@@ -126,9 +130,9 @@ class Options:
     temperature: float = arg(0.0, "sampling temperature (default: the preset's)")
     max_tokens: int = arg(0, "longest response (default: the preset's, as far as context allows)")
     seed: int = arg(0, "every response has its own seed, made from this one")
-    engine: str = arg("auto", "who samples: vllm, transformers, or auto (vllm if there is CUDA)")
+    engine: str = arg("auto", "who samples; auto: vllm if there is CUDA", ENGINES)
     batch_size: int = arg(256, "responses between two writes; a crash loses at most these")
-    lcb_release: str = arg("release_v6", "LiveCodeBench: release_v1 ... release_v6")
+    lcb_release: str = arg("release_v6", "LiveCodeBench: the files to read", list(LCB_ROWS))
     lcb_start: str = arg("", "LiveCodeBench: only contests from this day on, YYYY-MM-DD")
     lcb_end: str = arg("", "LiveCodeBench: only contests up to this day, YYYY-MM-DD")
     lcb_skip_bad: bool = arg(False, "LiveCodeBench: leave out the problems its ERRATA lists")
@@ -140,16 +144,9 @@ def check(options):
     o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name]
     if sum(map(bool, (o.model, o.responses, o.compare))) != 1:
         fail("give one of --model, --responses and --compare; python eval.py --help explains them")
-    for flag, values, choices in (
-        ("benchmarks", o.benchmarks, ALL),
-        ("preset", [o.preset], ["auto", *PRESETS]),
-        ("engine", [o.engine], ["auto", "vllm", "transformers"]),
-        ("lcb_release", [o.lcb_release], LCB_ROWS),
-    ):
-        for value in values:
-            if value not in choices:
-                names = ", ".join(name for name in choices if name != "toy")
-                fail(f"--{flag} {value}: unknown; choose from {names}")
+    for name in o.benchmarks:
+        if name not in ALL:
+            fail(f"--benchmarks {name}: unknown; choose from {', '.join(BENCHMARKS)}")
     for flag in ("limit", "samples", "temperature", "max_tokens", "seed", "batch_size"):
         if not (flag == "batch_size") <= getattr(o, flag) < math.inf:
             fail(f"--{flag} {getattr(o, flag)}: must be a positive number")
@@ -221,7 +218,6 @@ def clean_gold(name, gold):
 
 # LiveCodeBench: the raw files, as datasets >= 4 runs no loading script. Release n is the files 1
 # to n: 4.5 GB for release_v6.
-LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
 LCB_COLUMNS = {"question_id", "question_title", "question_content", "contest_date", "starter_code",
                "public_test_cases", "private_test_cases", "metadata"}  # fmt: skip
 LCB_BAD = {  # its ERRATA.md: several right outputs, interactive, or wrong tests; by id or title
@@ -468,7 +464,7 @@ def finish(folder, settings, summaries):
 #    weights, settings, prompt and its own seed, so an evaluation that was killed goes on with what
 #    is missing, and any number of ranks gives the same table.
 
-PLACE = ("settings", "task", "id", "sample", "prompt_hash", "problem_hash")  # tells samples apart
+PLACE = ("task", "id", "sample", "prompt_hash", "problem_hash")  # tells responses apart
 
 
 def digest(value):
@@ -483,21 +479,19 @@ def training_config(model):
 
 
 def choose_preset(options, model_config):
-    """(name, sampling, instruction, thinking) for this model; flags override. A checkpoint of ours
-    keeps the prompt format that it was trained with."""
-    trained = training_config(options.model)
-    name, family = options.preset, model_config.model_type
-    if name == "auto":
+    """(sampling, instruction, thinking) for this model; flags override. A checkpoint of ours keeps
+    the prompt format that it was trained with."""
+    trained, preset = training_config(options.model), options.preset
+    if preset == "auto":
         is_math = "math" in (trained.get("model") or options.model).lower()
-        thinks = trained.get("enable_thinking", True)
-        name = "qwen3" if family == "qwen3" else "other"
-        if family == "qwen3" and not thinks:
-            name = "qwen3-non-thinking"
-        if family == "qwen2" and is_math:
-            name = "qwen2.5-math"
+        preset = {"qwen3": "qwen3", "qwen2": "qwen2.5-math" if is_math else "other"}.get(
+            model_config.model_type, "other"
+        )
+        if preset == "qwen3" and not trained.get("enable_thinking", True):
+            preset = "qwen3-non-thinking"
         if options.benchmarks == ["toy"]:
-            name = "toy"
-    sampling, instruction, thinking = PRESETS[name]
+            preset = "toy"
+    sampling, instruction, thinking = PRESETS[preset]
     if options.preset == "auto":
         instruction = trained.get("instruction", instruction)
     context = model_config.max_position_embeddings
@@ -507,7 +501,7 @@ def choose_preset(options, model_config):
         max_tokens=options.max_tokens or min(sampling.max_tokens, room),
         temperature=options.temperature or sampling.temperature,
     )
-    return name, sampling, instruction, thinking
+    return sampling, instruction, thinking
 
 
 def read_lines(path):
@@ -534,6 +528,113 @@ def merge_ranks(folder):
         part.unlink()
 
 
+def read_samples(folder, settings_hash):
+    """{place: row} of these settings, without the texts: there may be gigabytes of them."""
+    rows = (row | {"response": ""} for row in read_lines(folder / "samples.jsonl"))
+    rows = (row for row in rows if row["settings"] == settings_hash)
+    return {tuple(row[key] for key in PLACE): row for row in rows}
+
+
+def evaluate(options):
+    from transformers import AutoConfig
+
+    rank, world, device = setup_distributed()
+    path = Path(options.model).expanduser()
+    model_config, tokenizer = (
+        load_from_hub(AutoConfig, options.model),
+        load_tokenizer(options.model),
+    )
+    sampling, instruction, thinking = choose_preset(options, model_config)
+    kind = pick_engine(options.engine)
+    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safetensors")]
+    settings = {
+        "model": options.model,
+        "weights": sorted(stamps) or model_config._commit_hash,  # trained on: another model
+        "engine": kind,
+        "dtype": "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32",
+        "seed": options.seed,
+        "instruction": instruction,
+        "enable_thinking": thinking,
+        **asdict(sampling),
+    }
+    wanted, context = {}, model_config.max_position_embeddings
+    for name in options.benchmarks:
+        for problem in load_benchmark(name, options)[: options.limit or None]:
+            how = "none" if "tests" in problem else instruction
+            ids = encode_prompt(tokenizer, problem["problem"], how, thinking)
+            if len(ids) + sampling.max_tokens > context:
+                fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
+                     f"{len(ids)} prompt tokens and the model a context of {context}; lower it"
+                )  # fmt: skip
+            hashes = digest(ids), digest([problem["problem"], problem["answer"]])
+            for sample in range(options.samples or ALL[name].samples):
+                place = (name, problem["id"], sample, *hashes)
+                wanted[place] = problem | {"prompt_ids": ids}
+    folder = Path(options.out or (path if path.is_dir() else Path("runs", path.name)), "eval")
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        merge_ranks(folder)  # what an evaluation that was killed had written
+        print0(f"{options.model}: {kind}, {sampling}, {len(wanted)} responses, to {folder}")
+    if world > 1:
+        dist.barrier()
+    done = read_samples(folder, digest(settings))
+    todo = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
+    turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in todo))}
+    todo = [p for p in todo if turn[p[:2]] % world == rank]  # whole problems: they share a prefix
+    if todo:
+        stop_ids = stop_token_ids(options.model, tokenizer)
+        if kind == "vllm":
+            longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in todo)
+            dtype, seed = settings["dtype"], options.seed
+            engine = VLLMEngine(options.model, stop_ids, longest, dtype, VLLM_MEMORY, seed)
+        else:
+            model = load_policy(options.model, device)
+            engine = TransformersEngine(model, stop_ids, options.batch_size)
+        common = {
+            "settings": digest(settings),
+            "sampling": asdict(sampling),
+            "model": options.model,
+        }
+        part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
+        sample_and_score({p: wanted[p] for p in todo}, engine, tokenizer, sampling, common, part,
+                         options, show=rank == 0)  # fmt: skip
+    if world > 1:
+        dist.barrier()
+    if rank == 0:
+        merge_ranks(folder)
+        done = read_samples(folder, digest(settings))
+        tasks = {name: [done[p] for p in wanted if p[0] == name] for name in options.benchmarks}
+        summaries = {name: summarise(name, rows, options.pass_k) for name, rows in tasks.items()}
+        finish(folder, settings, summaries)
+
+
+def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, show):
+    """Appends a row to `path` for every {place: problem} of `todo`, a batch at a time."""
+    places, right = list(todo), 0.0
+    with Verifier() as verifier, tqdm(total=len(todo), unit="sample", disable=not show) as bar:
+        for start in range(0, len(places), options.batch_size):
+            batch = places[start : start + options.batch_size]
+            prompts = [todo[p]["prompt_ids"] for p in batch]
+            seeds = [sample_seed(options.seed, "eval", *p[:3]) for p in batch]
+            responses = engine.generate(prompts, 1, sampling, seeds, batch[0][0] if show else "")
+            texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
+            verdicts = verifier.score(texts, [with_tests(todo[p]) for p in batch])
+            append_lines(path, [
+                common
+                | dict(zip(PLACE, p))
+                | verdict_fields(todo[p], text, verdict)
+                | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
+                for p, response, text, verdict in zip(batch, responses, texts, verdicts, strict=True)
+            ])  # fmt: skip
+            right += sum(verdict.reward for verdict in verdicts)
+            bar.set_postfix_str(f"accuracy {right / (start + len(batch)):.3f}", refresh=False)
+            bar.update(len(batch))
+
+
+def with_tests(problem):
+    return problem | {"tests": problem["tests"]()} if "tests" in problem else problem
+
+
 def verdict_fields(problem, text, verdict):
     """What a row of samples.jsonl says of the score, sampled or replayed."""
     return {
@@ -543,107 +644,6 @@ def verdict_fields(problem, text, verdict):
         "reward": verdict.reward,
         "reason": verdict.reason,
     }
-
-
-def make_engine(kind, dtype, max_model_len, tokenizer, device, options):
-    stop_ids = stop_token_ids(options.model, tokenizer)
-    if kind == "vllm":
-        return VLLMEngine(options.model, stop_ids, max_model_len, dtype, 0.9, options.seed)
-    return TransformersEngine(load_policy(options.model, device), stop_ids, options.batch_size)
-
-
-def evaluate(options):
-    from transformers import AutoConfig
-
-    rank, world, device = setup_distributed()
-    model_config, tokenizer = (
-        load_from_hub(AutoConfig, options.model),
-        load_tokenizer(options.model),
-    )
-    preset, sampling, instruction, thinking = choose_preset(options, model_config)
-    kind, path = pick_engine(options.engine), Path(options.model).expanduser()
-    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safetensors")]
-    settings = {
-        "model": options.model,
-        "weights": sorted(stamps) or model_config._commit_hash,  # a model trained on is another one
-        "engine": kind,
-        "dtype": "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32",
-        "seed": options.seed,
-        "instruction": instruction,
-        "enable_thinking": thinking,
-        **asdict(sampling),
-    }
-    folder = Path(options.out or (path if path.is_dir() else Path("runs", path.name)), "eval")
-    wanted, context, longest = {}, model_config.max_position_embeddings, 0
-    for name in options.benchmarks:
-        for problem in load_benchmark(name, options)[: options.limit or None]:
-            how = "none" if "tests" in problem else instruction
-            ids = encode_prompt(tokenizer, problem["problem"], how, thinking)
-            if len(ids) + sampling.max_tokens > context:
-                fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
-                     f"{len(ids)} prompt tokens and the model a context of {context}; lower it"
-                )  # fmt: skip
-            longest = max(longest, len(ids) + sampling.max_tokens)
-            hashes = digest(ids), digest([problem["problem"], problem["answer"]])
-            for sample in range(options.samples or ALL[name].samples):
-                place = (digest(settings), name, problem["id"], sample, *hashes)
-                wanted[place] = problem | {"prompt_ids": ids}
-    folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        merge_ranks(folder)
-        print0(f"{options.model}: preset {preset}, {kind} engine, {sampling}; writing to {folder}")
-    if world > 1:
-        dist.barrier()
-
-    def on_disk():
-        """Samples by place, without their texts: there may be gigabytes of these."""
-        rows = (row | {"response": ""} for row in read_lines(folder / "samples.jsonl"))
-        return {tuple(row.get(key) for key in PLACE): row for row in rows}
-
-    done = on_disk()
-    todo = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
-    turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[1:3] for p in todo))}
-    todo = [p for p in todo if turn[p[1:3]] % world == rank]  # whole problems: they share a prefix
-    part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
-    bar = tqdm(total=len(todo), desc="samples", unit="sample", disable=rank > 0)
-    right, engine = 0.0, None
-    with Verifier() as verifier:
-        for start in range(0, len(todo), options.batch_size):
-            batch = todo[start : start + options.batch_size]
-            engine = engine or make_engine(
-                kind, settings["dtype"], longest, tokenizer, device, options
-            )
-            prompts = [wanted[p]["prompt_ids"] for p in batch]
-            seeds = [sample_seed(options.seed, "eval", *p[1:4]) for p in batch]
-            label = "" if rank else batch[0][1]
-            responses = engine.generate(prompts, 1, sampling, seeds, progress=label)
-            texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-            problems = [with_tests(wanted[p]) for p in batch]
-            verdicts = verifier.score(texts, problems)
-            rows = [
-                dict(zip(PLACE, p))
-                | verdict_fields(wanted[p], text, verdict)
-                | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
-                | {"sampling": asdict(sampling), "model": options.model}
-                for p, response, text, verdict in zip(batch, responses, texts, verdicts)
-            ]
-            append_lines(part, rows)
-            right += sum(verdict.reward for verdict in verdicts)
-            bar.update(len(rows))
-            bar.set_postfix_str(f"accuracy {right / bar.n:.3f}")
-    bar.close()
-    if world > 1:
-        dist.barrier()
-    if rank == 0:
-        merge_ranks(folder)
-        done = on_disk()
-        tasks = {name: [done[p] for p in wanted if p[1] == name] for name in options.benchmarks}
-        summaries = {name: summarise(name, rows, options.pass_k) for name, rows in tasks.items()}
-        finish(folder, settings, summaries)
-
-
-def with_tests(problem):
-    return problem | {"tests": problem["tests"]()} if "tests" in problem else problem
 
 
 def replay(options):
@@ -950,15 +950,17 @@ def parse(argv=None):
 
 
 def main():
+    from transformers.utils.logging import disable_progress_bar
+
     options = parse()
+    disable_progress_bar()  # transformers' own, of loading weights
     try:
         action = compare if options.compare else replay if options.responses else evaluate
         action(options)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped")
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
 
 
 if __name__ == "__main__":

@@ -522,6 +522,7 @@ class VLLMEngine:
             gpu_memory_utilization=memory_share,
             enable_sleep_mode=self.cuda,
             enforce_eager=not self.cuda,  # CUDA graphs are worth their memory; a CPU has none
+            enable_chunked_prefill=self.cuda,  # a CPU generator cannot take back a chunk's draw
             generation_config="vllm",  # not the checkpoint's sampling defaults
             logprobs_mode="processed_logprobs",  # after temperature: of the policy that samples
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
@@ -878,6 +879,11 @@ def setup_distributed():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2))
     rank = dist.get_rank() if dist.is_initialized() else 0
     return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+def leave_distributed():
+    if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM's own exit ends its groups
+        dist.destroy_process_group()
 
 
 def print0(*args):
@@ -1528,8 +1534,7 @@ def main():
     except KeyboardInterrupt:
         fail("interrupted before the first step: nothing to save")
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,253 @@
+"""eval.py end to end on the toy task: sampling, files, kill and resume, several ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+import grpo_ba
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A run's checkpoint: a toy policy that was warmed up just long enough to guess, right or
+    wrong, in the world where a guess is right half the time."""
+    run = tmp_path_factory.mktemp("runs") / "guesser"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(grpo_ba.TOY, "clean_steps", 1)
+        patch.setitem(grpo_ba.TOY, "mixture_steps", 60)
+        config = grpo_ba.Config(toy_world="guesser", cache_dir=str(run))
+        made = Path(grpo_ba.toy_policy(config))
+    config = {
+        "aggregation": "balanced", "preset": "toy", "model": "", "toy_world": "guesser",
+        "instruction": "none", "enable_thinking": False,
+    }  # fmt: skip
+    (run / "config.json").write_text(json.dumps(config))
+    return made.rename(run / "checkpoint")
+
+
+def argv(policy, out, *more):
+    base = ["--model", policy, "--benchmarks", "toy", "--limit", 12, "--samples", 4]
+    return [str(arg) for arg in [*base, "--max_tokens", 40, "--out", out, *more]]
+
+
+def evaluate(policy, out, *more):
+    evaluation.evaluate(evaluation.parse(argv(policy, out, *more)))
+    return json.loads((out / "eval/results.json").read_text())["benchmarks"]["toy"]
+
+
+def samples(out):
+    rows = [json.loads(line) for line in (out / "eval/samples.jsonl").open()]
+    return {(row["id"], row["sample"]): row for row in rows}
+
+
+def start(*args, script=(sys.executable,)):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*script, str(ROOT / "eval.py"), *args], env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def whole(policy, tmp_path_factory):
+    """One uninterrupted evaluation, which others must equal: (results, samples, folder)."""
+    out = tmp_path_factory.mktemp("whole")
+    return evaluate(policy, out), samples(out), out
+
+
+def test_an_evaluation_scores_the_toy_and_leaves_its_files(whole):
+    results, rows, out = whole
+    assert (results["problems"], results["samples"], len(rows)) == (12, 4, 48)
+    assert 0 < results["score"] < 1  # else the tests below could not tell samples apart
+    assert set(results["pass"]) == {"1", "2", "4"}
+    assert results["pass"]["1"] == pytest.approx(results["score"])
+    assert "avg@k" in (out / "eval/results.md").read_text()
+    row = rows["0", 0]
+    assert set(row) == {
+        "settings", "task", "id", "sample", "prompt_hash", "problem_hash", "response", "extracted",
+        "gold", "reward", "reason", "finish_reason", "tokens", "sampling", "model",
+    }  # fmt: skip
+    rewards = [row["reward"] for row in rows.values()]
+    assert results["score"] == pytest.approx(sum(rewards) / len(rewards))
+    assert all((row["extracted"] == row["gold"]) == bool(row["reward"]) for row in rows.values())
+
+
+def test_the_same_command_again_samples_nothing(whole, policy, monkeypatch):
+    results, _, out = whole
+    monkeypatch.setattr(evaluation, "make_engine", None)
+    before = (out / "eval/samples.jsonl").read_bytes()
+    assert evaluate(policy, out) == results
+    assert (out / "eval/samples.jsonl").read_bytes() == before
+
+
+def test_samples_of_other_settings_weights_or_golds_are_not_reused(
+    whole, policy, tmp_path, monkeypatch
+):
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def generate(self, prompts, *_, **__):
+        asked.append(len(prompts))
+        raise Asked
+
+    out = tmp_path / "copy"
+    (out / "eval").mkdir(parents=True)
+    (out / "eval/samples.jsonl").write_bytes((whole[2] / "eval/samples.jsonl").read_bytes())
+    monkeypatch.setattr(grpo_ba.TransformersEngine, "generate", generate)
+    for more in (["--seed", 1], ["--temperature", 0.5], ["--max_tokens", 30]):
+        with pytest.raises(Asked):
+            evaluate(policy, out, *more)
+    with pytest.raises(Asked):
+        evaluate(policy, out, "--samples", 6)
+    assert asked == [48, 48, 48, 24]  # more samples of the same settings are only added to
+    real = evaluation.toy_problems
+    monkeypatch.setattr(
+        evaluation, "toy_problems",
+        lambda *args: (None, [p | {"answer": "9"} if i == 3 else p
+                              for i, p in enumerate(real(*args)[1])]),
+    )  # fmt: skip
+    with pytest.raises(Asked):
+        evaluate(policy, out)
+    weights = policy / "model.safetensors"
+    stamp = weights.stat()
+    os.utime(weights, (1, 1))
+    try:
+        with pytest.raises(Asked):
+            evaluate(policy, out)
+    finally:
+        os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert asked[4:] == [4, 48]
+
+
+def test_a_checkpoints_generation_config_cannot_change_the_samples(whole, policy, tmp_path):
+    path = policy / "generation_config.json"
+    before = path.read_text() if path.exists() else None
+    settings = {"temperature": 0.01, "top_k": 1, "do_sample": False, "repetition_penalty": 3.0}
+    path.write_text(json.dumps({**json.loads(before or "{}"), **settings}))
+    try:
+        evaluate(policy, tmp_path)
+    finally:
+        path.write_text(before) if before else path.unlink()
+    texts = {key: row["response"] for key, row in samples(tmp_path).items()}
+    assert texts == {key: row["response"] for key, row in whole[1].items()}
+
+
+@pytest.mark.parametrize("lines", [1, 25])
+def test_an_evaluation_killed_in_the_middle_resumes_to_the_same_results(
+    whole, policy, tmp_path, lines
+):
+    process = start(*argv(policy, tmp_path, "--batch_size", 4))
+    path, deadline = tmp_path / "eval/samples.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = path.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    with open(path, "ab") as file:
+        file.write(b'{"task": "toy", "id": "11", "samp')  # the line that death cut off
+    assert evaluate(policy, tmp_path) == whole[0]
+    assert path.read_bytes().startswith(kept)  # what was done was not done again
+    assert path.read_bytes().count(b"\n") == 48
+    texts = {key: row["response"] for key, row in samples(tmp_path).items()}
+    assert texts == {key: row["response"] for key, row in whole[1].items()}
+
+
+def test_responses_whose_sandbox_failed_are_sampled_anew(whole, policy, tmp_path):
+    (tmp_path / "eval").mkdir()
+    rows = list(whole[1].values())
+    rows[5] = rows[5] | {"reason": "sandbox_error", "reward": 0.0}
+    path = tmp_path / "eval/samples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate(policy, tmp_path) == whole[0]
+    assert path.read_bytes().count(b"\n") == 49
+
+
+def test_two_ranks_give_the_results_of_one(whole, policy, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                "--master-port", str(20_000 + os.getpid() % 20_000))  # fmt: skip
+    process = start(*argv(policy, tmp_path), script=torchrun)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    results = json.loads((tmp_path / "eval/results.json").read_text())["benchmarks"]["toy"]
+    assert results == whole[0]
+    assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [
+        "results.json", "results.md", "samples.jsonl",
+    ]  # fmt: skip
+    assert samples(tmp_path).keys() == whole[1].keys()
+
+
+def test_what_a_dead_rank_had_written_is_not_lost(whole, policy, tmp_path, monkeypatch):
+    (tmp_path / "eval").mkdir()
+    lines = [json.dumps(row) + "\n" for row in whole[1].values()]
+    (tmp_path / "eval/samples.jsonl").write_text("".join(lines[:20]) + lines[20][:9])
+    (tmp_path / "eval/samples.rank1.jsonl").write_text("".join(lines[20:]) + '{"torn')
+    monkeypatch.setattr(evaluation, "make_engine", None)
+    assert evaluate(policy, tmp_path) == whole[0]
+    assert not (tmp_path / "eval/samples.rank1.jsonl").exists()
+
+
+def test_each_model_family_is_sampled_as_its_card_says(tmp_path):
+    class Config:
+        model_type, max_position_embeddings = "qwen3", 40_960
+
+    def chosen(model="Qwen/Qwen3-1.7B", *more):
+        options = evaluation.parse(["--model", str(model), *more])
+        _, s, instruction, thinking = evaluation.choose_preset(options, Config)
+        return s.temperature, s.top_p, s.top_k, s.min_p, s.max_tokens, instruction, thinking
+
+    assert chosen() == (0.6, 0.95, 20, 0.0, 32_768, "suffix", True)
+    plain = chosen("Qwen/Qwen3-1.7B", "--preset", "qwen3-non-thinking")
+    assert plain == (0.7, 0.8, 20, 0.0, 32_768, "suffix", False)
+    trained = {"aggregation": "token", "model": "Qwen/Qwen3-1.7B", "instruction": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(trained | {"enable_thinking": False}))
+    assert chosen(tmp_path / "checkpoint") == (0.7, 0.8, 20, 0.0, 32_768, "none", False)
+    Config.model_type, Config.max_position_embeddings = "qwen2", 4096
+    math = chosen("Qwen/Qwen2.5-Math-7B")
+    assert math == (0.6, 0.95, -1, 0.0, 3072, "system", False)
+    assert chosen("org/other")[3:] == (0.0, 3072, "suffix", False)
+    assert chosen("org/other", "--temperature", "1", "--max_tokens", "7")[:5] == (1, 0.95, -1, 0, 7)
+
+
+def test_models_that_cannot_be_asked_are_one_sentence(policy, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in policy.iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).write_bytes(file.read_bytes())
+    for model, more, said in (
+        (bare, (), "chat template"),
+        (policy, ("--benchmarks", "aime24", "--data", tmp_path), "aime24.jsonl is missing"),
+        (policy, ("--max_tokens", 510), "context of 512"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            evaluate(model, tmp_path, *more)
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert caught.value.code == 2
+        assert said in line
+
+
+@pytest.mark.parametrize("what", ["model", "benchmark"])
+def test_a_hub_that_cannot_be_reached_is_one_sentence(policy, tmp_path, what):
+    args = ("no/model",) if what == "model" else (policy,)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), *argv(*args, tmp_path, "--benchmarks", "aime24")],
+        capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2, result
+    (line,) = result.stderr.strip().splitlines()
+    assert ("no/model" if what == "model" else "HuggingFaceH4/aime_2024") in line
+    assert "reached" in line
