@@ -637,7 +637,7 @@ def balanced(advantages, lengths):
     G = lengths.shape[1]
     weights = torch.zeros_like(lengths)
     for one_sign in (advantages > 0, advantages < 0):  # [P, G] each; A = 0 is in neither
-        k = one_sign.sum(dim=1, keepdim=True)
+        k = one_sign.sum(dim=1, keepdim=True, dtype=lengths.dtype)
         T = (lengths * one_sign).sum(dim=1, keepdim=True)  # tokens of this sign only
         weights = weights + one_sign * (k / G) / at_least_1(T)
     return weights
