@@ -10,11 +10,13 @@ import argparse
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import resource
-import selectors
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,19 @@ class Verdict:
 
 # ----------------------------------------------------------------------------------------
 # 1. What is a right answer. Structure is decided here, on the text: numbers, words, lists,
-#    tuples, intervals, relations. math-verify's parser reads what is left, plain algebra, and
-#    two expressions are equal when they agree to 30 digits at random points. Its own comparison
-#    is kept for sets only: simplify() is what hangs, and comparing differences with an absolute
-#    tolerance takes 2e-25 for 1.6e-19 and 1/2006! for 1/2004! (math-verify 0.9.0, measured).
+#    tuples, intervals, relations. math-verify's parser reads the algebra that is left, and two
+#    expressions are equal when they agree to 30 digits at random points. math-verify's own
+#    comparison is not used: simplify() is what hangs, and its absolute tolerance takes 2e-25
+#    for 1.6e-19 and 1/2006! for 1/2004! (version 0.9.0, measured).
 
 MAX_BOXES = 3  # more boxes than this with different contents is guessing, not answering
 MAX_CHARS = 600  # the longest gold of MATH-500, Minerva and OlympiadBench has 273
+MAX_ALGEBRA = 250  # characters that are given to the parser at once
 MAX_DEPTH = 9  # the parser's time is exponential in nesting: 12 \fracs take 0.1 s, 20 take 22 s
 
 
 class Unparseable(Exception):
-    """The answer cannot be read as mathematics, or is refused unread. Not for golds."""
+    """The answer cannot be read as mathematics, or is refused unread."""
 
 
 def extract_answer(response: str) -> str | None:
@@ -73,83 +77,89 @@ def extract_answer(response: str) -> str | None:
     return boxes[-1][1]
 
 
-# Unicode that NFKC leaves alone, as LaTeX. Superscripts and vulgar fractions go first, because
-# NFKC would read x² as x2 and 5½ as 51/2.
-UNICODE = {c: "-" for c in "−–—‐‑﹣"} | {c: r"\cdot " for c in "×·⋅∙✕∗"} | {"′": "'", "″": "''"}
-UNICODE |= {"÷": "/", "⁄": "/", "∕": "/", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge "}
-UNICODE |= {"≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap "}
-UNICODE |= {"∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ "}
-UNICODE |= {"∅": r"\emptyset ", "、": ",", "。": ".", "⟨": "(", "⟩": ")", "ℝ": r"\mathbb{R}"}
-GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi o pi rho sigma"
-GREEK = dict(zip("αβγδεζηθικλμνξοπρσ", GREEK.split())) | {"τ": "tau", "φ": "phi", "ϕ": "phi"}
-GREEK |= {"χ": "chi", "ψ": "psi", "ω": "omega", "Δ": "Delta", "Γ": "Gamma", "Ω": "Omega"}
-UNICODE |= {letter: f"\\{name} " for letter, name in GREEK.items()}
-SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"))
-SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789"))
+# Spelling: `normalise` writes one thing one way.
 
-NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-FUNCTIONS = "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
-FUNCTIONS += "|pi|theta|alpha|beta|lambda|infty"
+UNICODE = dict(
+    re.findall(
+        r"(\S) (\S*[A-Za-z] |\S+)",
+        r"""− - – - — - ‐ - ‑ - ÷ / ⁄ / ∕ / × \cdot · \cdot ⋅ \cdot ∙ \cdot ≤ \le ⩽ \le ≥ \ge ⩾ \ge
+        ≠ \ne ≈ \approx ∞ \infty ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp ° ^\circ º ^\circ ∅ \emptyset
+        ′ ' ’ ' ″ '' 、 , 。 . ⟨ ( ⟩ ) α \alpha β \beta γ \gamma δ \delta ε \epsilon θ \theta
+        λ \lambda μ \mu ν \nu π \pi ρ \rho σ \sigma τ \tau φ \phi ϕ \phi ψ \psi ω \omega
+        Δ \Delta Ω \Omega """,
+    )
+)
+COMMANDS = dict(
+    re.findall(
+        r"(\w+)=(\S*)",
+        r"""leq=\le leqslant=\le geq=\ge geqslant=\ge neq=\ne lt=< gt=> times=\cdot ast=\cdot
+        dfrac=\frac tfrac=\frac cfrac=\frac dbinom=\binom tbinom=\binom lbrace=\{ rbrace=\} lor=,
+        vee=, langle=( rangle=) lvert=| rvert=| vert=| mid=| colon=: varnothing=\emptyset degree=
+        left= right= middle= big= Big= bigl= bigr= Bigl= Bigr= bigg= Bigg= displaystyle=
+        textstyle= limits= nolimits= bf= rm= it= large= Large= huge= quad=~ qquad=~ enspace=~""",
+    )
+)
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 STYLES = r"text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname|boldsymbol|bm"
-REWRITES = [  # (pattern, replacement, why), applied in this order
-    (r"\\\$|\$|(?<!\\)\\[()\[\]]", "", "math delimiters and dollars"),
-    (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", "", r"\left( \right."),
-    (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", "", ""),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac", ""),
-    (r"\\[dt]binom(?![A-Za-z])", r"\\binom", ""),
-    (r"\{,\}|,\s*\\!\s*", ",", r"12{,}345 and 12,\!345"),
-    (r"(?<=\d)(?:\\[,;:!]|~|\\ )(?=\d{3}(?!\d))", "", r"12\,345"),
-    (r"(?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![A-Za-z])|~|\s", " ", "spaces"),
-    (r"\\%", "%", ""),
-    (r"^\**|\**$", "", "markdown stars"),
-    (r"\*\*", "^", "Python's power"),
-    (r"\\(?:times|ast|cdot)(?![A-Za-z])|\*", r"\\cdot ", ""),
-    (r"\\(?:lor|vee)(?![A-Za-z])|,?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ",", ""),
-    (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le ", ""),
-    (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge ", ""),
-    (r"\\neq?(?![A-Za-z])|!=", r"\\ne ", ""),
-    (r"\\lt(?![A-Za-z])", "<", ""),
-    (r"\\gt(?![A-Za-z])", ">", ""),
-    (r"\\(?:lbrace|\{)", r"\\{", ""),
-    (r"\\(?:rbrace|\})", r"\\}", ""),
-    (r"\\langle(?![A-Za-z])", "(", "vectors"),
-    (r"\\rangle(?![A-Za-z])", ")", ""),
-    (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|", ""),
-    (r"\\varnothing", r"\\emptyset", ""),
-    (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?\s*[CF]?(?![A-Za-z])|\\degree", " ", "degrees"),
-    (r"(?<=\d)\s*\^\s*\{(?:\s*\\prime)+\s*\}$|(?<=\d)'+$", "", "minutes and seconds of arc"),
-    (r"'", r"^{\\prime}", "the parser drops x'"),
-    (r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty ", ""),
-    (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1 ", "pi/2"),
-    (r"\\sqrt\s*(\d|[A-Za-z])", r"\\sqrt{\1}", r"\sqrt3"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", r"\frac12"),
-    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", r"\frac1{2}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2"),
-    (r"(?<=\d)\s*(?:\\text\{)?\s*thousand\b\s*\}?", r" \\cdot 10^{3}", "5 thousand"),
-    (r"(?<=\d)\s*(?:\\text\{)?\s*million\b\s*\}?", r" \\cdot 10^{6}", "5 million"),
-    (r"(?<=\d)\s*(?:\\text\{)?\s*billion\b\s*\}?", r" \\cdot 10^{9}", "5 billion"),
-    (rf"(?<![\w.\\])({NUMBER})[eE]([+-]?\d{{1,9}})(?![\w.])", r"\1\\cdot 10^{\2}", "4.5e33"),
-    (r"(?<![\w./])(\d+)\s+(\d+)/(\d+)(?![\w.])", r"\1\\frac{\2}{\3}", "5 1/2"),
-    (r"^(-?\d{1,3})((?: \d{3})+)$", lambda m: m[1] + m[2].replace(" ", ""), "12 345"),
-    (r"\s+", " ", ""),
-    (r"^[\s,;:]+|[\s.,;:]+$", "", "trailing punctuation"),
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+END = r"(?![A-Za-z])"
+THOUSANDS = {"thousand": 3, "million": 6, "billion": 9}
+SPELLING = [  # in this order
+    (r"\\(?:left|right)\s*\.|\\\$|[$\"]|(?<!\\)\\[()\[\]]", ""),
+    (rf"\^\s*\{{?\s*\\(?:circ|degree)\s*\}}?\s*[CF]?{END}", " "),
+    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
+    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),  # 12{,}345 and 12\,345
+    (r"\{([,:])\}", r"\1"),
+    (r"(?<!\\)\\[,;:!> ]|~|\s", " "),
+    (r"^[\s*`]+|[\s*`]+$|\\(?=%)", ""),  # markdown's stars; 50\%
+    (r"\*\*", "^"),
+    (r"\*", r"\\cdot "),
+    (r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ","),
+    (r":=", "="),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"!=", r"\\ne "),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"(?<=\d)\s*(?:\^\s*\{(?:\s*\\prime)+\s*\}|'+)$", ""),  # minutes and seconds of arc
+    (r"'", r"^{\\prime}"),  # the parser drops x'
+    (rf"\\text\{{\s*[Ii]nfinity\s*\}}|(?<![A-Za-z\\])(?:[Ii]nfinity|inf){END}", r"\\infty "),
+    (rf"(?<![A-Za-z\\])({FUNCTIONS}|sqrt|pi|theta|alpha|beta|lambda){END}", r"\\\1 "),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    (r"\\frac\s*(\w)\s*(\w)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\w)\s*\{", r"\\frac{\1}{"),
+    (rf"(\\frac\s*{GROUP})\s*(\w)", r"\1{\2}"),
+    (rf"\\sqrt\s*(\\frac\s*{GROUP}\s*{GROUP})", r"\\sqrt{\1}"),
+    (
+        r"(?<=\d)\s*(?:\\text\{)?\s*(thousand|million|billion)\b\s*\}?",
+        lambda m: rf"\cdot 10^{{{THOUSANDS[m[1]]}}}",
+    ),
+    (rf"(?<![\w.\\])({NUMBER})[eE]([+-]?\d{{1,9}})(?![\w.])", r"\1\\cdot 10^{\2}"),  # 4.5e33
+    (r"(?<![\w./])(\d+)\s+(\d+)/(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # 5 1/2
+    (r"^(-?\d{1,3})((?: \d{3})+)$", lambda m: m[1] + m[2].replace(" ", "")),  # 12 345
+    (r"\s+", " "),
+    (r"^[\s,;:]+|(?:[\s.,;:]|\\\\)+$", ""),
 ]
-REWRITES = [(re.compile(pattern), new) for pattern, new, _ in REWRITES]
+SPELLING = [(re.compile(pattern), new) for pattern, new in SPELLING]
 
 
 def normalise(text: str) -> str:
-    """One spelling for one thing, so that most answers are decided as strings."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: "^{%s}" % "".join(map(SUPERSCRIPTS.get, m[0])), text)
-    text = re.sub("[₀-₉]+", lambda m: "_{%s}" % "".join(map(SUBSCRIPTS.get, m[0])), text)
-    text = re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text)
+    def nfkc(match: re.Match) -> str:
+        return unicodedata.normalize("NFKC", match[0])
+
+    # NFKC alone would read x² as x2 and 5½ as 51/2.
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{nfkc(match)}}}", text)
+    text = re.sub("[₀-₉]+", lambda match: f"_{{{nfkc(match)}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text.replace("ℝ", r"\mathbb{R}"))
     text = unicodedata.normalize("NFKC", text)
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", r"\sqrt ")
     text = "".join(UNICODE.get(c, c) for c in text if unicodedata.category(c) != "Cf")
-    for _ in range(3):  # styles nest; words stay in \text{}, anything else comes out of it
+    for _ in range(3):  # styles nest
         text = re.sub(rf"\\(?:{STYLES})\s*\*?\s*\{{([^{{}}]*)\}}", _unstyle, text)
-    text = re.sub(r"\\boxed\s*(?=\{)", "", text)
-    text = re.split(r"\\(?:implies|iff|[Rr]ightarrow|Longrightarrow)(?![A-Za-z])", text)[-1]
-    for pattern, new in REWRITES:
+    text = re.sub(rf"\\(?!text\b)(?:{STYLES}|boxed|fbox|underline)\s*(?=\{{)", "", text)
+    text = re.split(rf"\\(?:implies|[Rr]ightarrow|Longrightarrow){END}", text)[-1]
+    for pattern, new in SPELLING:
         text = pattern.sub(new, text)
     while call := re.search(r"(\\sqrt|\^)\s*\(", text):  # sqrt(x+1), 2^(n+1)
         end = _closing(text, call.end() - 1)
@@ -160,9 +170,14 @@ def normalise(text: str) -> str:
 
 
 def _unstyle(match: re.Match) -> str:
+    """Only words stay in \\text{}: not \\mathbf{5}, \\operatorname{sin}, nor the 10 of "10 cm"."""
     word = match[1].strip()
-    known = re.fullmatch(rf"(?:{FUNCTIONS}|max|min|gcd|lcm)", word)
-    return f"\\{word} " if known else f"\\text{{{match[1]}}}" if re.search("[A-Za-z]{2}", word) else word
+    if "\\" in word:
+        return f"{{{word}}}"
+    if re.fullmatch(rf"{FUNCTIONS}|max|min|gcd|lcm", word):
+        return f"\\{word} "
+    number, words = re.match(r"([-+\d.,:/%\s]*)([\s\S]*)", match[1]).groups()
+    return number + (f"\\text{{{words}}}" if re.search("[A-Za-z]{2}", words) else words)
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -190,6 +205,7 @@ def _split(text: str, separator: str) -> tuple[list[str], list[str]]:
 
 def _key(text: str) -> str:
     """Answers with equal keys are equal."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2", text)
     return re.sub(r"\s+(?!\d)|(?<![\d,.])\s+|^\+", "", text)  # "5 6" is not 56
 
@@ -215,15 +231,15 @@ def _same(answer: str, gold: str) -> bool:
     a, g = _unwrap(a), _unwrap(g)
     if (number := _same_number(a, g)) is not None:
         return number
-    (a_parts, _), (g_parts, _) = _split(a, "[,;]"), _split(g, "[,;]")
-    a_relation, g_relation = _split(a, RELATION), _split(g, RELATION)
-    if len(a_parts) == 1 and a_relation[1] or len(g_parts) == 1 and g_relation[1]:
-        return _same_relation(a, a_relation, g, g_relation)
+    a_sides, g_sides = _split(a, RELATION), _split(g, RELATION)
+    a_single, g_single = (len(_split(text, "[,;]")[0]) == 1 for text in (a, g))
+    if a_single and a_sides[1] or g_single and g_sides[1]:
+        return _same_relation(a, a_sides, g, g_sides)
+    if g_single and (text := _same_text(a, g)) is not None:
+        return text
     (a_kind, a_items), (g_kind, g_items) = _items(a), _items(g)
     if a_kind or g_kind:
         return _same_items(a_kind, a_items, g_kind, g_items)
-    if (text := _same_text(a, g)) is not None:
-        return text
     return _same_expression(a, g)
 
 
@@ -254,7 +270,7 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
         sign, whole, *parts = match.groups()
         over, under = (Fraction(part.replace(",", "").rstrip(".")) for part in parts if part)
         if under and not (whole and (over < 0 or under < 0)):
-            value = Fraction(whole or 0) + over / under
+            value = Fraction(whole or 0) + over / under  # whole: 5\frac{1}{2}
             return (-value if sign == "-" else value), False
     return None
 
@@ -272,15 +288,14 @@ def _same_number(a: str, g: str) -> bool | None:
     x, y = _number(a.rstrip("% ")), _number(g.rstrip("% "))
     if not x or not y:
         return None
-    if a.endswith("%") != g.endswith("%"):
-        if a.endswith("%") and _close(x[0] / 100, x[1], *y):
-            return True
-        if g.endswith("%") and _close(*x, y[0] / 100, y[1]):
-            return True
+    if a.endswith("%") and not g.endswith("%") and _close(x[0] / 100, x[1], *y):
+        return True
+    if g.endswith("%") and not a.endswith("%") and _close(*x, y[0] / 100, y[1]):
+        return True
     return _close(*x, *y)
 
 
-# Units. Words inside \text{} after a number are dropped whatever they are; bare ones must stand
+# Units. Words inside \text{} after a number are dropped, whatever they are; bare ones must stand
 # in this table. A single letter is a unit only when the gold is a number: "6 m" may be 6 times m.
 # Two answers in different units of the table are different.
 
@@ -288,46 +303,43 @@ UNITS = """cm centimeter centimetre | mm millimeter | km kilometer kilometre | m
  | inch inche | foot feet ft | yard | mile mi | kg kilogram | gram | mg | lb pound | liter litre
  | ml | hour hr | minute min | second sec | day | week | month | year yr | degree deg | radian rad
  | dollar usd | cent | percent | unit | hz | kcal | joule | newton | watt | volt | ev | mph | kmh
- | pm p.m | am a.m"""
-UNIT_OF = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
-LETTER_UNIT_OF = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter", "in": "inch"}
-_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
-TEXT_UNIT = re.compile(rf"(?:\s*\^?\s*\{{?\s*\\text\{{([^{{}}\d]*)\}}\s*\}}?{_POWER}[\s/]*)+$")
+ | pm p.m | am a.m | square | cubic | sq | per"""
+UNITS = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
+LETTERS = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter", "in": "inch"}
+_UNIT = "|".join(sorted(map(re.escape, UNITS | LETTERS), key=len, reverse=True))
+UNIT = re.compile(
+    rf"(?:\^?\s?\{{?\s?\\text\s?\{{([^{{}}\d]*)\}}\s?\}}?|(?<=[\d}}\s/])({_UNIT})s?)"
+    r"\s?(?:\^\s?(?:\{\s?-?\d\s?\}|\d))?[\s/.]*$",
+    re.IGNORECASE,
+)
 NO_UNIT = re.compile(r"\b(?:not?|less|more|most|least|than|over|under|about|except|dozen|mod)\b")
-
-
-def _bare_unit(words: list[str]) -> re.Pattern:
-    word = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
-    unit = rf"(?:(?:square|cubic|sq)\s+)?(?:{word})s?{_POWER}"
-    return re.compile(rf"(?<=[\d}}\s])\s*{unit}(?:\s*(?:/|per|\\cdot|\s)\s*{unit})*\.?$", re.I)
-
-
-BARE_UNIT = _bare_unit(list(UNIT_OF))
-LETTER_UNIT = _bare_unit([*UNIT_OF, *LETTER_UNIT_OF])
 
 
 def _strip_unit(text: str, letters: bool) -> tuple[str, str]:
     """(text without its unit, the unit's name in the table or "")."""
-    match = TEXT_UNIT.search(text) or (LETTER_UNIT if letters else BARE_UNIT).search(text)
-    if not match or not re.search(r"\d|\\pi", text[: match.start()]) or NO_UNIT.search(match[0]):
-        return text, ""
-    words = re.sub(r"\\text|[{}]", " ", match[0].lower()).strip()
-    names = UNIT_OF | LETTER_UNIT_OF
-    return text[: match.start()].strip(), names.get(words, names.get(words.rstrip("s"), ""))
+    names = []
+    while match := UNIT.search(text):
+        word = (match[1] or match[2] or "").strip().lower()
+        bare_letter = match[2] and word in LETTERS
+        number_before = re.search(r"\d|\\pi", text[: match.start()])
+        if not number_before or NO_UNIT.search(word) or bare_letter and not letters:
+            break
+        text = text[: match.start()].strip()
+        names.append((UNITS | LETTERS).get(word, UNITS.get(word.rstrip("s"), "")))
+    return text, names[0] if len(names) == 1 else ""
 
 
 # Lists, sets, tuples, intervals, unions, matrices, ratios.
 
-RELATION = r"\\(?:le|ge|ne|in|approx|equiv|sim)(?![A-Za-z])|[<>=]"
 MATRIX = re.compile(r"\\begin\{([pb]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}")
 
 
 def _items(text: str) -> tuple[str, list[str]]:
-    """("union" | "list" | "set" | the two brackets | ":" | a matrix' shape | "", the items)."""
+    """("list" | "set" | its two brackets | "union" | ":" | a matrix' shape | "", the items)."""
     parts = _split(text, "[,;]")[0]
-    if len(parts) > 1 or re.search(r"\\pm|\\mp", text) and text[0] not in "([" and text[:2] != r"\{":
+    if len(parts) > 1 or re.match(r"(?!\\\{|[(\[]).*\\(?:pm|mp)", text):
         return "list", _plus_minus(parts)
-    for kind, separator in (("union", r"\\cup(?![A-Za-z])"), (":", ":")):
+    for kind, separator in (("union", rf"\\cup{END}"), (":", ":")):
         parts = _split(text, separator)[0]
         if len(parts) > 1:
             return kind, parts
@@ -335,10 +347,9 @@ def _items(text: str) -> tuple[str, list[str]]:
         return "set", _plus_minus(_split(text[2:-2], "[,;]")[0])
     if text[:1] in ("(", "[") and _closing(text, 0) == len(text) - 1:
         parts = _split(text[1:-1], "[,;]")[0]
-        if len(parts) > 1:
-            return text[0] + text[-1], parts
-        if text[0] == "[":
-            return "", [text[1:-1]]
+        return (text[0] + text[-1], parts) if len(parts) > 1 else _items(text[1:-1].strip())
+    if _key(text) == r"\mathbb{R}":
+        return "()", [r"-\infty", r"\infty"]
     if match := MATRIX.fullmatch(text):
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[\w*\])?", match[2]) if row.strip()]
         if len({len(row) for row in rows}) == 1:
@@ -349,22 +360,20 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 def _plus_minus(parts: list[str]) -> list[str]:
     """1 \\pm 2 is two items."""
-    both = []
+    items = []
     for part in parts:
-        if re.search(r"\\pm|\\mp", part):
-            both += [re.sub(r"\\pm", "+", re.sub(r"\\mp", "-", part))]
-            both += [re.sub(r"\\pm", "-", re.sub(r"\\mp", "+", part))]
-        else:
-            both.append(part)
-    return both
+        plus = part.replace(r"\pm", "+").replace(r"\mp", "-")
+        minus = part.replace(r"\pm", "-").replace(r"\mp", "+")
+        items += [plus] if plus == minus else [plus, minus]
+    return items
 
 
 def _same_items(a_kind: str, a: list[str], g_kind: str, g: list[str]) -> bool:
+    kinds = {a_kind, g_kind}
     if len(a) != len(g):
         return False
-    kinds = {a_kind, g_kind}
     if kinds <= {"list", "set"} or kinds == {"union"} or kinds == {"set", ""}:
-        left = list(a)  # order is free: pair each gold item with an answer item of its own
+        left = list(a)  # order is free: each gold item needs an answer item of its own
         for item in sorted(g, key=lambda item: _key(item) not in map(_key, a)):
             match = next((x for x in left if _key(x) == _key(item)), None)
             match = match or next((x for x in left if _same(x, item)), None)
@@ -372,20 +381,20 @@ def _same_items(a_kind: str, a: list[str], g_kind: str, g: list[str]) -> bool:
                 return False
             left.remove(match)
         return True
-    ordered = kinds <= {"()", "column", "list"} or kinds <= {"[]", "list"} or len(kinds) == 1
-    if ordered or len(g) > 2 and kinds <= {"()", "[]", "column"}:
-        return all(map(_same, a, g))
-    return False
+    # (1,2) may be written 1,2, and a vector as a tuple; [1,2] is no (1,2), but [1,2,3] is (1,2,3).
+    alike = len(kinds) == 1 or kinds <= {"()", "column", "list"}
+    return (alike or len(g) > 2 and kinds <= {"()", "[]", "list"}) and all(map(_same, a, g))
 
 
 # Relations. "x = 5" and "m+n = 33" name a number; "x+z = 1" does not, nor does "x = 6 = 5".
 
-_NAME = r"(?:\\?[A-Za-z]+|\\(?:overline|angle|vec|bar|hat)\s*\{?\w+\}?|\\text\{[^{}]*\})"
-_NAME = rf"(?:{_NAME}(?:_(?:\{{[^{{}}]*\}}|\w))?(?:\^(?:\{{\\prime\}}|\\prime|\*))?)+"
-_NAME = rf"(?:\\frac\{{{_NAME}\}}\{{{_NAME}\}}|\|{_NAME}\||\[{_NAME}\]|{_NAME}(?:\([^()=]*\))?)"
+RELATION = rf"\\(?:le|ge|ne|in|approx|equiv|sim){END}|[<>=]"
+_ATOM = rf"(?:\\[A-Za-z]+{END}(?:\s?\{{\w+\}})?|[A-Za-z])(?:_(?:\{{[^{{}}]*\}}|\w))?"
+_ATOM = rf"(?:{_ATOM}(?:\^(?:\{{\\prime\}}|\*))?)+"
+_NAME = rf"(?:\\frac\{{{_ATOM}\}}\{{{_ATOM}\}}|\|{_ATOM}\||\[{_ATOM}\]|{_ATOM}(?:\([^()=]*\))?)"
 NAME = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME})+\)")
-NAMES = re.compile(rf"{_NAME}(?:\+{_NAME})*|\({_NAME}(?:,{_NAME})+\)")
-NO_NAME = re.compile(r"\\(?:sqrt|log|ln|exp|sum|int|prod|pi|infty)|^(?:e|i)$")
+SUM = re.compile(rf"{_NAME}(?:\+{_NAME})*")
+NO_NAME = re.compile(r"\\(?:sqrt|log|ln|exp|sum|int|prod|pi|infty)|^[ei]$")
 
 
 def _is_name(text: str, pattern: re.Pattern = NAME) -> bool:
@@ -393,13 +402,13 @@ def _is_name(text: str, pattern: re.Pattern = NAME) -> bool:
     return len(text) < 60 and bool(pattern.fullmatch(text)) and not NO_NAME.search(text)
 
 
-def _same_relation(a: str, a_relation, g: str, g_relation) -> bool:
+def _same_relation(a: str, a_relation: tuple, g: str, g_relation: tuple) -> bool:
     (a_sides, a_signs), (g_sides, g_signs) = a_relation, g_relation
     if not g_signs:
         if set(a_signs) - {"=", r"\in", r"\equiv", r"\approx", r"\sim"}:
             return False  # an inequality is no number, and restates the problem for an interval
-        zero = _number(g) and _number(g)[0] == 0
-        while len(a_sides) > 1 and _is_name(a_sides[0], NAME if zero else NAMES):
+        zero = (_number(g) or [None])[0] == 0
+        while len(a_sides) > 1 and (_is_name(a_sides[0]) or not zero and _is_name(a_sides[0], SUM)):
             a_sides = a_sides[1:]
         if r"\approx" in a_signs:
             return any(_same(side, g) for side in a_sides) and _all_near(a_sides)
@@ -420,18 +429,16 @@ def _same_relation(a: str, a_relation, g: str, g_relation) -> bool:
 
 
 def _interval(sides: list[str], signs: list[str]) -> tuple[str, str] | None:
-    """0 < x < 1 as ("x", "(0,1)"); x \\in S as ("x", S)."""
+    """0 < x < 1 as ("x", "(0,1)"), x \\in S as ("x", S)."""
     if signs == [r"\in"] and _is_name(sides[0]):
         return sides[0], sides[1]
     if set(signs) <= {">", r"\ge"}:
-        sides = sides[::-1]
-        signs = [{">": "<", r"\ge": r"\le"}[sign] for sign in signs[::-1]]
-    if not set(signs) <= {"<", r"\le"} or len(sides) > 3:
-        return None
-    if len(sides) == 2:
-        sides, signs = ([r"-\infty", *sides], ["<", *signs]) if _is_name(sides[0]) else (
-            [*sides, r"\infty"], [*signs, "<"])
-    if not _is_name(sides[1]):
+        sides, signs = sides[::-1], [{">": "<", r"\ge": r"\le"}[sign] for sign in signs[::-1]]
+    if len(sides) == 2 and _is_name(sides[0]):
+        sides, signs = [r"-\infty", *sides], ["<", *signs]
+    elif len(sides) == 2:
+        sides, signs = [*sides, r"\infty"], [*signs, "<"]
+    if not set(signs) <= {"<", r"\le"} or len(sides) != 3 or not _is_name(sides[1]):
         return None
     opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
     return sides[1], f"{opening}{sides[0]},{sides[2]}{closing}"
@@ -448,203 +455,178 @@ def _words(text: str) -> str:
 
 
 def _same_text(a: str, g: str) -> bool | None:
-    """None if neither is text."""
-    if re.search("[A-Za-z]{2}", a) and _words(a) == _words(g):
-        return True
-    if re.fullmatch("[A-J]", g) and (choice := re.match(r"\(?([A-Ja-j])(?:\)|[.:]|$)", _bare(a))):
-        return choice[1].upper() == g and not re.search(r"\([A-J]\)", _bare(a)[choice.end() :])
+    """None if the gold is not text."""
+    if re.fullmatch("[A-J]", g):
+        letters = re.sub(r"\\text\s*\{|[{}\s]", "", a)
+        if choice := re.match(r"\(?([A-Ja-j])(?:\)|[.:]|$)", letters):
+            return choice[1].upper() == g and not re.search(r"\([A-J]\)", letters[choice.end() :])
     a_base, g_base = BASE.fullmatch(_key(a)), BASE.fullmatch(_key(g))
     if a_base or g_base:
         return bool(a_base and g_base) and a_base.groups() == g_base.groups()
-    if r"\text" in g and not re.search(r"[_^]\s*\{?\s*\\text", g) or re.fullmatch("[A-Za-z ]{4,}", g):
-        return False
+    if re.search(r"(?<![_^{])\s*\\text", g) or re.fullmatch("[A-Za-z ]{4,}", g):
+        return _words(a) == _words(g)
     return None
 
 
-def _bare(text: str) -> str:
-    return re.sub(r"\\text\s*\{|[{}\s]", "", text)
+# Algebra: evaluated at random points, exactly while it is rational, else with 60 digits.
 
-
-# Algebra: evaluated with 60 digits at random points; exactly, as long as it is rational.
-
-MAX_BITS = 50_000  # of an exact rational; beyond it, 60 digits
-MAX_NODES = 20_000  # evaluated per answer, the terms of sums included
+MAX_BITS = 50_000  # of an exact rational
+AT_MOST = [  # what the parser takes exponential time for, found by timing all pairs of tokens
+    (re.compile(rf"\\(?:{FUNCTIONS}|[Gg]amma){END}"), 8),
+    (re.compile(r"(?:[_^]\s*(?:\\?\w+\s*(?:\{[^{}]*\})?|\{[^{}]*\})\s*){4}"), 0),  # x_1_1_1_1
+    (re.compile(r"\|"), 8),
+    # Evaluated while they are parsed, or for ever.
+    (re.compile(rf"!\s*!|\\binom\{{?\d{{4}}|\\(?:operatorname|det|gcd|lcm|lim|begin){END}"), 0),
+    (re.compile(r"\\(?:sum|prod|o?i+nt)(?![A-Za-z])"), 0),
+]
 
 
 @functools.cache
 def _library():
-    """Imported late: 0.3 to 2.5 s, and the caller of a pool never needs it."""
+    """Imported late: it takes 0.3 to 2.5 s, and a pool's caller never needs it."""
     import sympy
     from latex2sympy2_extended import latex2sympy2  # math-verify's parser
-    from math_verify import verify
     from mpmath import mp
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     mp = mp.clone()
     mp.dps = 60
-    return sympy, latex2sympy2, verify, mp
+    return sympy, latex2sympy2, mp
 
 
 @functools.lru_cache(maxsize=512)
 def _tree(text: str):
     """The unevaluated sympy tree, or None. Never print or repr one: that is what hangs."""
-    depth = itertools.accumulate({"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get(c, 0) for c in text)
-    if len(text) > MAX_CHARS or max(depth, default=0) > MAX_DEPTH:
+    steps = ({"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get(c, 0) for c in text)
+    if len(text) > MAX_ALGEBRA or max(itertools.accumulate(steps), default=0) > MAX_DEPTH:
         return None
-    if re.search(r"!\s*!|\\(?:operatorname|det|gcd|lcm|lim|begin)|\\binom\{?\d{4}", text):
-        return None  # the parser evaluates these while it reads
-    text = re.sub(r"(?<![A-Za-z\\{])([EI])(?![A-Za-z])", r"\\mathcal{\1}", text)  # not e, not i
-    _, latex2sympy2, _, _ = _library()
+    if any(len(pattern.findall(text)) > limit for pattern, limit in AT_MOST):
+        return None
+    _, latex2sympy2, _ = _library()
     try:
         return latex2sympy2.latex2sympy(
-            text,
+            re.sub(rf"(?<![A-Za-z\\])([EI]){END}", r"\\mathcal{\1}", text),  # not e, not i
             is_real=True,
             normalization_config=None,
             conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False),
         )
-    except MemoryError:
-        raise
-    except Exception:  # the parser raises bare Exception, and what antlr and sympy raise
+    except Exception as error:  # the parser raises bare Exception, antlr and sympy their own
+        if isinstance(error, MemoryError):
+            raise
         return None
 
 
-class _Evaluation:
-    """The value of trees at the k-th point: Fractions while exact, else 60-digit mpmath."""
+class _Point:
+    """The k-th random point, called with a tree for its value there."""
 
     def __init__(self, k: int, integers: bool):
-        self.k, self.integers, self.nodes, self.opaque, self.bound = k, integers, 0, {}, {}
-        self.mp = _library()[3]
+        self.k, self.integers, self.derivatives, self.mp = k, integers, {}, _library()[2]
 
-    def random(self, name: str):
-        """Between 0.4 and 2.4; at every second point the sign is random too."""
+    def value_of(self, name: str):
+        """Between 0.4 and 2.4; at odd points half of the names are negative."""
         seed = zlib.crc32(f"{name}@{self.k}".encode()) * 2654435761 % 2**32
         if self.integers:
             return Fraction(seed % 97 + 1)
         value = self.mp.mpf(seed) / 2**31 + self.mp.mpf("0.4")
         return -value if self.k % 2 and seed % 2 else value
 
+    def real(self, value):
+        if isinstance(value, Fraction):
+            return self.mp.mpf(value.numerator) / value.denominator
+        return value
+
     def __call__(self, node):
         value = self.evaluate(node)
         if isinstance(value, Fraction):
-            if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-                return self.real(value)
-        elif not self.mp.isfinite(value):
+            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+            return value if bits <= MAX_BITS else self.real(value)
+        if not self.mp.isfinite(value):
             raise ArithmeticError
         return value
 
-    def real(self, value):
-        if isinstance(value, Fraction):
-            return _library()[3].mpf(value.numerator) / value.denominator
-        return value
-
     def evaluate(self, node):
-        sympy, mp = _library()[0], self.mp
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise OverflowError
+        mp, name = self.mp, type(node).__name__
         if node.is_Rational:
             return Fraction(node.p, node.q)
         if node.is_Float or node.is_NumberSymbol:
-            return node._to_mpmath(mp.prec)
-        if node.is_Symbol:
-            if node.name in self.bound:
-                return self.bound[node.name]
-            return mp.mpc(0, 1) if node.name in ("i", "imath") else self.random(node.name)
-        if node is sympy.I:
+            return mp.make_mpf(node._to_mpmath(mp.prec)._mpf_)
+        if name == "ImaginaryUnit" or node.is_Symbol and node.name in ("i", "imath"):
             return mp.mpc(0, 1)
-        name = type(node).__name__
-        if name in ("Sum", "Product"):
-            return self.series(node, name)
-        if name in ("Derivative", "Integral", "Limit"):  # never computed: equal if written alike
-            return self.opaque.setdefault(node, self.random(f"{name}{len(self.opaque)}"))
+        if node.is_Symbol:
+            return self.value_of(node.name)
+        if name == "Derivative":  # equal to one written alike
+            return self.derivatives.setdefault(node, self.value_of(f"{len(self.derivatives)}'"))
         values = [self(argument) for argument in node.args]
         exact = all(isinstance(value, Fraction) for value in values)
-        if name == "UnevaluatedExpr":
-            return values[0]
-        if name == "Add":
-            total = sum(values if exact else map(self.real, values))
-            size = max(abs(self.real(value)) for value in values)
-            return total if exact or abs(total) > size * mp.mpf(10) ** -45 else mp.mpf(0)
-        if name == "Mul":
-            return math.prod(values) if exact else mp.fprod(map(self.real, values))
+        whole = exact and all(value.denominator == 1 and 0 <= value < 3000 for value in values)
         if name == "Pow":
             return self.power(*values)
-        if name in ("Abs", "Max", "Min"):
-            return {"Abs": abs, "Max": max, "Min": min}[name](*values)
-        if name in ("floor", "ceiling"):
-            return Fraction(int(getattr(mp, name[:5].replace("ceili", "ceil"))(self.real(values[0]))))
-        if name == "Mod":
-            return values[0] % values[1]
-        if name == "factorial" and exact and values[0].denominator == 1 and 0 <= values[0] < 3000:
+        if name == "factorial" and whole:
             return Fraction(math.factorial(int(values[0])))
-        if name == "binomial" and exact and all(v.denominator == 1 and 0 <= v < 3000 for v in values):
+        if name == "binomial" and whole:
             return Fraction(math.comb(*map(int, values)))
-        values = [self.real(value) for value in values]
+        if not exact:
+            values = [self.real(value) for value in values]
+        if name == "Add":
+            total = sum(values)
+            cancelled = not exact and abs(total) < max(map(abs, values)) * mp.mpf(10) ** -45
+            return mp.mpf(0) if cancelled else total
+        if name in SIMPLE:
+            return SIMPLE[name](*values)
         if any(abs(value) > 1e9 for value in values):
             raise OverflowError
-        if name == "log":
-            return mp.log(*values)
-        if name in MP_FUNCTIONS:
-            return getattr(mp, MP_FUNCTIONS[name])(*values)
-        if isinstance(node, sympy.core.function.AppliedUndef):  # f(x): any function, at these values
-            return self.random(name + ",".join(mp.nstr(value, 20) for value in values))
+        values = [self.real(value) for value in values]
+        if NUMERIC.fullmatch(name):
+            return getattr(mp, name)(*values)
+        if isinstance(node, _library()[0].core.function.AppliedUndef):  # f(x), a function of x
+            return self.value_of(name + ",".join(mp.nstr(value, 20) for value in values))
         raise NotImplementedError(name)
 
     def power(self, base, exponent):
         if isinstance(exponent, Fraction) and exponent.denominator == 1:
             exponent = int(exponent)
             if isinstance(base, Fraction):
-                size = max(base.numerator.bit_length(), base.denominator.bit_length())
-                if size * abs(exponent) <= MAX_BITS:
+                bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+                if bits * abs(exponent) <= MAX_BITS:
                     return base**exponent
         base, exponent = self.real(base), self.real(exponent)
         if base and abs(exponent) * (abs(self.mp.mag(base)) + 1) > 1e15:
             raise OverflowError  # a tower of powers
         return self.mp.power(base, exponent)
 
-    def series(self, node, name: str):
-        ((index, first, last),) = node.limits
-        first, last = self(first), self(last)
-        if not (isinstance(first, Fraction) and isinstance(last, Fraction)) or last - first > 2000:
-            raise OverflowError
-        total = Fraction(name == "Product")
-        for value in range(int(first), int(last) + 1):
-            self.bound[index.name] = Fraction(value)
-            term = self(node.function)
-            exact = isinstance(term, Fraction) and isinstance(total, Fraction)
-            term, total = (term, total) if exact else (self.real(term), self.real(total))
-            total = total + term if name == "Sum" else total * term
-        self.bound.pop(index.name, None)
-        return total
+
+SIMPLE = {"Mul": lambda *values: math.prod(values), "UnevaluatedExpr": lambda value: value}
+SIMPLE |= {"Abs": abs, "Max": max, "Min": min, "Mod": lambda a, b: a % b}
+SIMPLE |= {"floor": lambda x: Fraction(math.floor(x)), "ceiling": lambda x: Fraction(math.ceil(x))}
+NUMERIC = re.compile(
+    "log|exp|a?(?:sin|cos|tan|cot|sec|csc)|sinh|cosh|tanh|factorial|gamma|binomial"
+)
 
 
-MP_FUNCTIONS = {name: name for name in "exp sin cos tan cot sec csc sinh cosh tanh".split()}
-MP_FUNCTIONS |= {name: name for name in "asin acos atan acot asec acsc asinh acosh atanh".split()}
-MP_FUNCTIONS |= {"factorial": "factorial", "gamma": "gamma", "binomial": "binomial"}
-
-
-def _values(trees) -> list[list]:
-    """The trees' values at the points where all of them have one; real ones at odd points."""
+def _values(trees: list) -> list[list]:
+    """The trees' values at the points where all of them have one."""
     sympy = _library()[0]
     constant = not any(tree.free_symbols for tree in trees)
     # Rounding is for whole numbers: \lceil n/2\rceil is \lfloor (n+1)/2\rfloor.
     integers = all(tree.has(sympy.floor, sympy.ceiling, sympy.Mod) for tree in trees)
     values = []
     for k in range(1 if constant else 8):
-        evaluation = _Evaluation(k, integers)
+        point = _Point(k, integers)
         try:
-            point = [evaluation.real(evaluation(tree)) if not constant else evaluation(tree) for tree in trees]
+            here = [point(tree) if constant else point.real(point(tree)) for tree in trees]
         except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError):
             continue
-        # sqrt(a/b) is sqrt(a)/sqrt(b) where both are real; sqrt(x^2) is x nowhere below zero
-        if k % 2 == 0 or not any(abs(v.imag) > 1e-40 for v in point):
-            values.append(point)
+        # Where symbols may be negative only real values count: sqrt(a/b) is sqrt(a)/sqrt(b) where
+        # both are real, and sqrt(x^2) is x nowhere below zero.
+        if k % 2 == 0 or not any(abs(value.imag) > 1e-40 for value in here):
+            values.append(here)
     return values
 
 
 def _tolerance(answer, gold) -> float:
     """Relative. As in _close: a decimal in the gold is rounded, one in the answer has 6 digits."""
-    Float = _library()[0].Float
-    return 1e-4 if gold.has(Float) else 2e-6 if answer.has(Float) else 1e-30
+    decimal = _library()[0].Float
+    return 1e-4 if gold.has(decimal) else 2e-6 if answer.has(decimal) else 1e-30
 
 
 def _same_expression(a: str, g: str) -> bool:
@@ -653,33 +635,29 @@ def _same_expression(a: str, g: str) -> bool:
         raise Unparseable(a[:80])
     if gold is None:
         return False
-    if any(tree.has(_library()[0].Set) for tree in (gold, answer)):
-        return False
     values = _values([answer, gold])
-    if not values:
-        return answer == gold
     tolerance = _tolerance(answer, gold)
     for x, y in values:
-        if isinstance(x, Fraction) and isinstance(y, Fraction):
-            return x == y
-        if isinstance(y, Fraction) and y.denominator == 1:
-            tolerance = 1e-12  # an integer
-        x, y = (_Evaluation.real(None, v) for v in (x, y))
+        if isinstance(y, Fraction):
+            if isinstance(x, Fraction):
+                return x == y
+            tolerance = 1e-12 if y.denominator == 1 else tolerance
+        x, y = _Point.real(_Point(0, False), x), _Point.real(_Point(0, False), y)
         if abs(x - y) > tolerance * max(abs(x), abs(y)):
             return False
-    return True
+    return bool(values) or answer == gold
 
 
 def _all_near(sides: list[str]) -> bool:
-    """5.196 \\approx 3\\sqrt3 is one claim, 5 \\approx 6 would be two."""
+    """3\\sqrt3 \\approx 5.196 is one claim, 5 \\approx 6 would be two."""
     trees = [_tree(side) for side in sides]
-    if None in trees:
-        return False
-    values = _values(trees)
-    return bool(values) and all(abs(x - v[0]) <= abs(v[0]) / 100 for v in values for x in v)
+    values = [] if None in trees else _values(trees)
+    return bool(values) and all(
+        abs(x - here[0]) * 100 <= abs(here[0]) for here in values for x in here
+    )
 
 
-def _same_equation(a_sides, a_sign: str, g_sides, g_sign: str) -> bool:
+def _same_equation(a_sides: list[str], a_sign: str, g_sides: list[str], g_sign: str) -> bool:
     """left - right of one is a constant times that of the other, which for < is positive."""
     trees = [_tree(side) for side in (*a_sides, *g_sides)]
     if None in trees[:2]:
@@ -687,29 +665,31 @@ def _same_equation(a_sides, a_sign: str, g_sides, g_sign: str) -> bool:
     if None in trees:
         return False
     ratios = [(a - b) / (c - d) for a, b, c, d in _values(trees) if abs(c - d) > 1e-30]
-    tolerance = max(_tolerance(a, g) for a, g in zip(trees, trees[2:]))
+    tolerance = max(
+        _tolerance(answer, gold) for answer, gold in itertools.product(trees[:2], trees[2:])
+    )
     if len(ratios) < 2 or any(abs(r - ratios[0]) > tolerance * abs(r) for r in ratios):
         return False
-    directions = {"<": 1, r"\le": 2, ">": -1, r"\ge": -2, "=": 3, r"\ne": 4}
-    a_way, g_way = directions.get(a_sign), directions.get(g_sign)
-    if a_sign in ("=", r"\ne"):
-        return a_way == g_way and abs(ratios[0]) > 1e-30
-    return a_way and a_way == (g_way if ratios[0].real > 0 else -g_way) if abs(ratios[0]) > 1e-30 else False
+    direction = {"<": 1, ">": -1, r"\le": 2, r"\ge": -2}
+    if a_sign in direction and g_sign in direction:
+        sign = 1 if ratios[0].real > 0 else -1
+        return direction[a_sign] == sign * direction[g_sign]
+    return a_sign == g_sign and abs(ratios[0]) > 1e-30
 
 
 def math_equal(answer: str, gold: str) -> bool:
-    """Is the answer (the content of the box) the gold?"""
+    """Is the answer (what stands in the box) the gold?"""
     return _compare(answer, gold)[0]
 
 
 def _compare(answer: str, gold: str) -> tuple[bool, str]:
     """(equal, why the answer cannot be read or "")."""
     if not normalise(gold):
-        raise ValueError("empty gold")
+        raise ValueError("the gold answer is empty")
     if answer.strip() == gold.strip():
         return True, ""
     if len(answer) > MAX_CHARS and not re.fullmatch(r"[\s\d,+-]{,100000}", answer):
-        return False, f"answer of {len(answer)} characters"
+        return False, f"{len(answer)} characters"
     try:
         return _same(normalise(answer), normalise(gold)), ""
     except (Unparseable, RecursionError) as error:
@@ -718,68 +698,133 @@ def _compare(answer: str, gold: str) -> tuple[bool, str]:
 
 def verify_math(response: str, gold: str | list[str]) -> Verdict:
     """Score a response; a list of golds means that any of them is right."""
-    golds = [gold] if isinstance(gold, str) else list(gold)
+    golds = [gold] if isinstance(gold, str) else gold
     if not golds or not all(isinstance(g, str) and normalise(g) for g in golds):
-        raise ValueError(f"empty gold: {gold!r}")
+        raise ValueError(f"the gold answer is empty or not text: {gold!r}")
     answer = extract_answer(response)
-    if not answer or not answer.strip():
+    if not answer:
         return Verdict(0.0, "no_answer")
-    results = [_compare(answer, g) for g in golds]
-    if any(equal for equal, _ in results):
-        return Verdict(1.0, "correct")
-    problem = next((why for _, why in results if why), "")
-    return Verdict(0.0, "unparseable" if problem else "wrong", problem)
+    unread = ""
+    for candidate in golds:
+        equal, why = _compare(answer, candidate)
+        if equal:
+            return Verdict(1.0, "correct")
+        unread = unread or why
+    return Verdict(0.0, "unparseable", unread) if unread else Verdict(0.0, "wrong", answer[:80])
 
 
 # ----------------------------------------------------------------------------------------
-# 2. The worker pool. Every task has a deadline that holds whatever the worker does: the parent
-#    kills it and starts another. Workers are fresh interpreters that run this file (subprocess
-#    execs without a Python-level fork, and never imports the caller's __main__ as
-#    multiprocessing would), so the caller may hold CUDA, vLLM and any number of threads. Tasks
-#    and verdicts travel as JSON lines over pipes; no signal is touched in the caller.
+# 2. The worker pool. Every answer has a deadline that holds whatever the worker is doing: the
+#    parent kills it and starts another. A worker is a fresh interpreter running this file, so it
+#    is never forked from the caller and never imports the caller's __main__ (multiprocessing's
+#    spawn would, with torch and vLLM); the caller may hold CUDA and any number of threads, and
+#    no signal of its own is touched. Tasks and verdicts travel as JSON lines over pipes.
 
-WORKER_BYTES = 2 << 30  # address space; sympy and its friends take 0.3 GB
+WORKER_BYTES = 2 << 30  # address space; sympy and all take 0.3 GB
 WORKER_TASKS = 1000  # then it is replaced: sympy's caches grow
-SECONDS_START = 120  # for the imports, on a machine that is busy
+SECONDS_START = 120  # for its imports; 1 s, unless the machine is overloaded
+WARM_UP = [  # parsed before a worker counts as ready: the parser builds its tables as it goes
+    (r"\frac{1}{x+1}-\sqrt{2}", r"\frac{2^{n}}{3}+\binom{n}{2}!"),
+    (r"y=-\frac{1}{2}x+\ln 3", r"2x+4y-3=|z|"),
+    (r"2\sin(\pi t)+f(x)", r"a_{1}\cdot\lfloor n/2\rfloor+e^{-t}"),
+]
 
 
-def _worker() -> None:
-    """Read a task a line from stdin, write a verdict a line to what was stdout."""
-    reply = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # nothing that prints may write between the verdicts
+class RowError(ValueError):
+    """Bad data, not a bad answer: `row` is the index of the problem."""
+
+    def __init__(self, row: int, message: str):
+        super().__init__(f"row {row}: {message}")
+        self.row, self.message = row, message
+
+
+def _serve() -> None:
+    """A worker: reads a task a line from stdin, writes a verdict a line to what was stdout."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints must not write between the verdicts
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, resource.RLIM_INFINITY))
-    math_equal("x+1", "1+y")  # imports and warms the parser up
-    reply.write('"ready"\n')
+    for answer, gold in WARM_UP:
+        math_equal(answer, gold)
+    replies.write('"ready"\n')
     for line in sys.stdin.buffer:
         task = json.loads(line)
         try:
             if "tests" in task:
-                verdict = verify_code(task["response"], task["tests"], task["func_name"], timeout=task["timeout"])
+                verdict = verify_code(
+                    task["response"], task["tests"], task["func_name"], timeout=task["timeout"]
+                )
             else:
-                # A worker whose parent is gone ends by itself: SIGXCPU, also inside C code.
-                seconds = time.process_time() + task["timeout"] + 2
-                resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))
+                # CPU seconds: a busy machine makes no answer wrong. The signal is left to kill,
+                # so it ends C code too, and the worker whose parent is gone.
+                signal.setitimer(signal.ITIMER_PROF, task["timeout"])
                 verdict = verify_math(task["response"], task["answer"])
-            reply.write(json.dumps(asdict(verdict)) + "\n")
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            replies.write(json.dumps(asdict(verdict)) + "\n")
         except ValueError as error:
-            reply.write(json.dumps(str(error)) + "\n")
+            replies.write(json.dumps(str(error)) + "\n")
         except MemoryError:
-            reply.write(json.dumps(asdict(Verdict(0.0, "memory_limit"))) + "\n")
+            replies.write(json.dumps(asdict(Verdict(0.0, "memory_limit"))) + "\n")
             return
+
+
+class _Worker:
+    def __init__(self):
+        keep = ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={name: os.environ[name] for name in keep if name in os.environ},  # no secrets
+        )
+        self.ready, self.closed, self.unread, self.tasks = False, False, b"", 0
+        self.row: int | None = None  # of the task at work
+        self.deadline = time.monotonic() + SECONDS_START
+
+    def send(self, row: int, task: dict) -> None:
+        self.row, self.tasks = row, self.tasks + 1
+        data = memoryview(json.dumps(task).encode() + b"\n")
+        try:
+            while data:
+                data = data[self.process.stdin.write(data) :]
+        except BrokenPipeError:
+            pass  # dead; its end of file will be read next
+        self.deadline = time.monotonic() + task["seconds"]
+
+    def receive(self):
+        """Its reply, or None for the time being; `closed` if it has ended."""
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        self.closed = not data
+        self.unread += data
+        if not self.unread.endswith(b"\n"):
+            return None
+        reply, self.unread = json.loads(self.unread), b""
+        self.ready, self.deadline = True, math.inf
+        return reply
+
+    def kill(self) -> int:
+        self.process.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait()
 
 
 class Verifier:
     """`with Verifier() as verifier: verdicts = verifier.score(responses, golds)`.
 
-    timeout: seconds for one math answer. code_timeout: seconds for one test of a program.
+    timeout: CPU seconds for one math answer. code_timeout: seconds for one test of a program.
     """
 
-    def __init__(self, num_workers: int | None = None, timeout: float = 2.0, code_timeout: float = 6.0):
+    def __init__(
+        self, num_workers: int | None = None, timeout: float = 2.0, code_timeout: float = 6.0
+    ):
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}; it takes at least one")
         self.timeout, self.code_timeout = timeout, code_timeout
         self.workers: list[_Worker] = []
-        self.lock = threading.Lock()
-        self.failed_starts = 0
+        self.lock = threading.Lock()  # one batch at a time, from any thread
+        self.protected = False
 
     def __enter__(self):
         return self
@@ -791,14 +836,16 @@ class Verifier:
         while self.workers:
             self.workers.pop().kill()
 
-    def score(self, responses: list[str], golds_or_problems: list, progress: bool = False) -> list[Verdict]:
-        """The i-th verdict is on the i-th response. A problem is a gold (a string, or a list of
-        which any is right) or a dict: {"answer": gold} or {"tests": [...], "func_name": ...}."""
+    def score(
+        self, responses: list[str], golds_or_problems: list, progress: bool = False
+    ) -> list[Verdict]:
+        """Verdicts in the order of the responses. A problem is a gold answer (text, or a list of
+        which any is right), {"answer": gold} or {"tests": [...], "func_name": ...}."""
         if len(responses) != len(golds_or_problems):
             raise ValueError(f"{len(responses)} responses for {len(golds_or_problems)} problems")
-        tasks = [self._task(i, *pair) for i, pair in enumerate(zip(responses, golds_or_problems))]
-        if not tasks:
-            return []
+        tasks = [
+            self._task(row, *both) for row, both in enumerate(zip(responses, golds_or_problems))
+        ]
         bar = None
         if progress:
             from tqdm import tqdm
@@ -808,133 +855,189 @@ class Verifier:
             try:
                 return self._run(tasks, bar)
             finally:
-                for worker in [w for w in self.workers if w.task is not None]:
-                    self._drop(worker)  # only after an exception
+                for worker in [w for w in self.workers if w.row is not None]:
+                    self._drop(worker)  # after an exception: its task is nobody's
                 if bar:
                     bar.close()
 
-    def _task(self, i: int, response: str, problem) -> dict:
+    def _task(self, row: int, response: str, problem) -> dict:
+        """Data errors are raised here, before anything runs."""
         problem = problem if isinstance(problem, dict) else {"answer": problem}
         if not isinstance(response, str):
-            raise ValueError(f"row {i}: the response is {type(response).__name__}, not text")
-        if problem.get("tests") is not None:
-            tests = problem["tests"]
+            raise RowError(row, f"the response is {type(response).__name__}, not text")
+        task = {"response": response}
+        if (tests := problem.get("tests")) is not None:
             if not isinstance(tests, list) or not tests:
-                raise ValueError(f"row {i}: the list of tests is empty")
-            task = {"tests": tests, "func_name": problem.get("func_name"), "timeout": self.code_timeout}
-            return task | {"response": response, "seconds": (self.code_timeout + 1) * len(tests) + 10}
-        answer = problem.get("answer")
-        golds = answer if isinstance(answer, list) else [answer]
+                raise RowError(row, "the list of tests is empty")
+            if not self.protected:
+                require_sandbox()
+                self.protected = True
+            seconds = (self.code_timeout + 1) * len(tests) + 10
+            task |= {"tests": tests, "func_name": problem.get("func_name")}
+            return task | {"timeout": self.code_timeout, "seconds": seconds}
+        golds = problem.get("answer")
+        golds = golds if isinstance(golds, list) else [golds]
         if not golds or not all(isinstance(gold, str) and normalise(gold) for gold in golds):
-            raise ValueError(f"row {i}: empty gold {answer!r}")
-        return {"response": response, "answer": golds, "timeout": self.timeout, "seconds": self.timeout}
+            raise RowError(row, f"the gold answer is empty or not text: {problem.get('answer')!r}")
+        return task | {"answer": golds, "timeout": self.timeout, "seconds": 4 * self.timeout}
 
     def _run(self, tasks: list[dict], bar) -> list[Verdict]:
-        waiting, verdicts, crashes = deque(range(len(tasks))), {}, Counter()
-        with selectors.DefaultSelector() as selector:
+        waiting, verdicts, deaths, failed_starts = deque(range(len(tasks))), {}, Counter(), 0
+
+        def settle(row: int, *verdict) -> None:
+            verdicts[row] = Verdict(*verdict)
+            if bar:
+                bar.update()
+
+        while len(verdicts) < len(tasks):
+            while len(self.workers) < min(self.num_workers, len(tasks) - len(verdicts)):
+                self.workers.append(_Worker())
             for worker in self.workers:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                if waiting and worker.ready and worker.row is None:
+                    row = waiting.popleft()
+                    worker.send(row, tasks[row])
+            poll = select.poll()  # select() fails beyond 1024 descriptors
+            for worker in self.workers:
+                poll.register(worker.process.stdout, select.POLLIN)
+            soonest = min(worker.deadline for worker in self.workers) - time.monotonic()
+            heard = {fd for fd, _ in poll.poll(1000 * max(0.0, min(soonest, 60.0)))}
+            for worker in list(self.workers):
+                row = worker.row
+                if worker.process.stdout.fileno() in heard:
+                    reply = worker.receive()
+                    if reply == "ready":
+                        failed_starts = 0
+                    elif isinstance(reply, str):
+                        raise RowError(row, reply)
+                    elif reply:
+                        worker.row = None
+                        settle(row, *reply.values())
+                        if worker.tasks >= WORKER_TASKS:
+                            self._drop(worker)
+                    if not worker.closed:
+                        continue
+                    code, started = self._drop(worker), worker.ready
+                    failed_starts += not started
+                    if failed_starts > 2:
+                        raise RuntimeError(f"verify.py's worker does not start (status {code})")
+                    if row is None:
+                        continue
+                    deaths[row] += 1
+                    if code == -signal.SIGPROF:
+                        settle(row, 0.0, "timeout", f"over {tasks[row]['timeout']:g} s")
+                    elif deaths[row] < 2:
+                        waiting.appendleft(row)  # the out-of-memory killer may have meant another
+                    else:
+                        settle(row, 0.0, "sandbox_error", f"its worker died twice, status {code}")
+                elif worker.deadline <= time.monotonic():
+                    self._drop(worker)
+                    failed_starts += not worker.ready
+                    if row is not None:
+                        settle(row, 0.0, "timeout", f"over {tasks[row]['seconds']:g} s")
+        return [verdicts[row] for row in range(len(tasks))]
 
-            def settle(i: int, verdict: Verdict) -> None:
-                verdicts[i] = verdict
-                if bar:
-                    bar.update()
-
-            def lose(worker: _Worker) -> int | None:
-                selector.unregister(worker.process.stdout)
-                return self._drop(worker)
-
-            while len(verdicts) < len(tasks):
-                while len(self.workers) < min(self.num_workers, len(tasks) - len(verdicts)):
-                    self.workers.append(worker := _Worker())
-                    selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-                for worker in self.workers:
-                    if waiting and worker.ready and worker.task is None:
-                        worker.send(waiting.popleft(), tasks)
-                now = time.monotonic()
-                soonest = min((w.deadline for w in self.workers), default=now)
-                for event, _ in selector.select(max(0.0, min(soonest - now, 60.0))):
-                    worker = event.data
-                    for reply in worker.receive():
-                        i, worker.task, worker.deadline = worker.task, None, math.inf
-                        if reply == "ready":
-                            worker.ready, self.failed_starts = True, 0
-                        elif isinstance(reply, str):
-                            raise ValueError(f"row {i}: {reply}")
-                        else:
-                            settle(i, Verdict(**reply))
-                    if worker.closed:
-                        i, was_ready, code = worker.task, worker.ready, lose(worker)
-                        self.failed_starts += not was_ready
-                        if self.failed_starts > 3:
-                            raise RuntimeError(f"verify.py's workers do not start (exit status {code})")
-                        if i is None:
-                            continue
-                        crashes[i] += 1
-                        if code == -24:  # SIGXCPU
-                            settle(i, Verdict(0.0, "timeout"))
-                        elif crashes[i] < 2:
-                            waiting.appendleft(i)
-                        else:
-                            settle(i, Verdict(0.0, "sandbox_error", f"worker ended with {code} twice"))
-                    elif worker.ready and worker.task is None and worker.tasks >= WORKER_TASKS:
-                        lose(worker)
-                for worker in [w for w in self.workers if w.deadline <= time.monotonic()]:
-                    i, was_ready, _ = worker.task, worker.ready, lose(worker)
-                    self.failed_starts += not was_ready
-                    if i is not None:
-                        settle(i, Verdict(0.0, "timeout", f"over {tasks[i]['seconds']:g} s"))
-        return [verdicts[i] for i in range(len(tasks))]
-
-    def _drop(self, worker: "_Worker") -> int | None:
+    def _drop(self, worker: _Worker) -> int:
         self.workers.remove(worker)
         return worker.kill()
-
-
-class _Worker:
-    def __init__(self):
-        command = [sys.executable, os.path.abspath(__file__), "--worker"]
-        keep = ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-        env = {name: os.environ[name] for name in keep if name in os.environ}  # and no secrets
-        env |= {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
-        )
-        self.buffer, self.closed, self.ready, self.tasks = b"", False, False, 0
-        self.task: int | None = None
-        self.deadline = time.monotonic() + SECONDS_START
-
-    def send(self, i: int, tasks: list[dict]) -> None:
-        self.task, self.tasks = i, self.tasks + 1
-        try:
-            data = memoryview(json.dumps(tasks[i]).encode() + b"\n")
-            while data:
-                data = data[self.process.stdin.write(data) :]
-        except BrokenPipeError:
-            pass  # its end of file will be read next
-        self.deadline = time.monotonic() + tasks[i]["seconds"]
-
-    def receive(self) -> list:
-        data = os.read(self.process.stdout.fileno(), 1 << 16)
-        self.closed = not data
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def kill(self) -> int | None:
-        self.process.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        return self.process.wait()
 
 
 # ----------------------------------------------------------------------------------------
 # 3. The sandbox.
 
 
+def require_sandbox() -> None:
+    raise NotImplementedError
+
+
 def verify_code(response, tests, func_name=None, *, timeout=6.0, total_timeout=None) -> Verdict:
     raise NotImplementedError
 
 
+# ----------------------------------------------------------------------------------------
+# 4. The command line.
+
+
+def fail(message: str):
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+def read_rows(path: Path) -> tuple[list[dict], list[int]]:
+    """The rows and their line numbers."""
+    rows, numbers = [], []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{path} cannot be read: {error}")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            fail(f"{path}, line {number}: not JSON ({error})")
+        if not isinstance(row, dict):
+            fail(f"{path}, line {number}: not a JSON object")
+        if not isinstance(row.get("response"), str):
+            fail(f'{path}, line {number}: "response" is missing or not text')
+        if row.get("answer") is None and row.get("tests") is None:
+            fail(f'{path}, line {number}: neither "answer" nor "tests" is there to score it by')
+        rows.append(row)
+        numbers.append(number)
+    if not rows:
+        fail(f"{path} has no rows")
+    return rows, numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Score the responses in a JSON lines file, right or wrong. A row is "
+        '{"response", "answer"} for mathematics (an answer that is a list means: any of these), or '
+        '{"response", "tests", "func_name"} for a program, with tests as LiveCodeBench writes '
+        'them: [{"input", "output", "testtype": "stdin" or "functional"}]. Other fields are kept. '
+        "FILE.scored.jsonl gets each row with its reward, reason and detail. Where rows carry a "
+        'label, "correct" or "passed", the table says how far the verdicts agree with it.',
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument(
+        "--timeout", type=float, default=2.0, help="CPU seconds for a math answer (default: 2)"
+    )
+    parser.add_argument(
+        "--code-timeout", type=float, default=6.0, help="seconds for one test (default: 6)"
+    )
+    options = parser.parse_args()
+    if options.workers is not None and options.workers < 1:
+        fail(f"--workers is {options.workers}; it takes at least one")
+    if options.timeout <= 0 or options.code_timeout <= 0:
+        fail("--timeout and --code-timeout are seconds above 0")
+    rows, numbers = read_rows(options.file)
+    try:
+        with Verifier(options.workers, options.timeout, options.code_timeout) as verifier:
+            verdicts = verifier.score([row["response"] for row in rows], rows, progress=True)
+    except RowError as error:
+        fail(f"{options.file}, line {numbers[error.row]}: {error.message}")
+    output = options.file.with_suffix(".scored.jsonl")
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row | asdict(v)) + "\n" for row, v in zip(rows, verdicts))
+    os.replace(temporary, output)
+
+    for reason, count in Counter(verdict.reason for verdict in verdicts).most_common():
+        print(f"{reason:15} {count:8,} {count / len(rows):8.1%}")
+    print(
+        f"accuracy {sum(verdict.reward for verdict in verdicts) / len(rows):.4f} of {len(rows):,}"
+    )
+    labels = [next((row[k] for k in ("correct", "passed") if k in row), None) for row in rows]
+    labelled = [i for i, label in enumerate(labels) if label is not None]
+    wrong = [i for i in labelled if bool(labels[i]) != bool(verdicts[i].reward)]
+    if labelled:
+        print(f"agrees with the label in {len(labelled) - len(wrong):,} of {len(labelled):,}")
+    for i in wrong:
+        name = rows[i].get("name") or rows[i].get("kind") or rows[i].get("id") or ""
+        print(f"  line {numbers[i]}: label {labels[i]}, {verdicts[i].reason} {name}")
+    print(f"wrote {output}")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        _worker()
+    _serve() if sys.argv[1:] == ["--worker"] else main()
