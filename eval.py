@@ -56,7 +56,7 @@ from grpo_ba import (
     stop_token_ids,
     toy_problems,
     write_atomic,
-)  # fmt: skip
+)
 from verify import Verifier, extract_answer
 
 # ----------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def clean_gold(name, gold):
     return golds if isinstance(gold, list) else golds[0]
 
 
-# LiveCodeBench: the raw files, as datasets >= 4 runs no loading script. Release n is the files 1
-# to n: 4.5 GB for release_v6.
+# LiveCodeBench: its raw files, as datasets >= 4 runs no loading script. Release n is the files 1 to
+# n, 4.5 GB for release_v6.
 LCB_COLUMNS = {"question_id", "question_title", "question_content", "contest_date", "starter_code",
                "public_test_cases", "private_test_cases", "metadata"}  # fmt: skip
 LCB_BAD = {  # its ERRATA.md: several right outputs, interactive, or wrong tests; by id or title
@@ -275,57 +275,69 @@ def decode_tests(text):
     return tests
 
 
-def read_tests(path, offset):
-    with open(path, "rb") as file:
-        file.seek(offset)
-        row = json.loads(file.readline())
+def row_tests(row):
     return decode_tests(row["public_test_cases"]) + decode_tests(row["private_test_cases"])
 
 
-def load_livecodebench(source, options):
-    paths = [source]
-    if not options.data:
-        from transformers.utils import cached_file
+def read_tests(path, offset):
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return row_tests(json.loads(file.readline()))
 
-        names = [
-            "test.jsonl",
-            *(f"test{i}.jsonl" for i in range(2, int(options.lcb_release[-1]) + 1)),
-        ]
-        fetch = partial(cached_file, repo_type="dataset", revision=ALL["livecodebench"].revision)
-        try:
-            paths = [fetch(source, name) for name in names]
-        except OSError as error:
-            fail(f"livecodebench from {source}: cannot be fetched ({str(error).splitlines()[0]}); "
-                 "put its rows into DIR/livecodebench.jsonl and give --data DIR")  # fmt: skip
-    problems, bad, total = [], [], 0
+
+def lcb_files(options):
+    """test.jsonl, test2.jsonl ... of the release, from the hub's cache."""
+    from transformers.utils import cached_file
+
+    benchmark = BENCHMARKS["livecodebench"]
+    fetch = partial(cached_file, benchmark.hub_id, repo_type="dataset", revision=benchmark.revision)
+    try:
+        return [fetch(f"test{i if i > 1 else ''}.jsonl")
+                for i in range(1, int(options.lcb_release[-1]) + 1)]  # fmt: skip
+    except OSError as error:
+        fail(f"livecodebench: {benchmark.hub_id} cannot be reached ({str(error).splitlines()[0]}); "
+             "put its rows into DIR/livecodebench.jsonl and give --data DIR")  # fmt: skip
+
+
+def lcb_rows(paths):
+    """(path, offset, row, func_name) of every problem, its tests decoded once to see that they can
+    be: better now than after hours of sampling."""
     for path in paths:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(file.readline, b""), 1):
-                where, offset = f"{path} line {number}", file.tell() - len(line)
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
                 try:
                     row = json.loads(line)
                     if not row.keys() >= LCB_COLUMNS:
                         missing = sorted(LCB_COLUMNS - row.keys())
                         fail(f"{where}: columns {missing} are missing; found {sorted(row)}")
                     func_name = json.loads(row["metadata"]).get("func_name")
-                    if not read_tests(path, offset):
+                    if not row_tests(row):
                         raise ValueError("no tests")
-                except Exception as error:  # noqa: BLE001  a hostile file may raise anything
+                except Exception as error:  # noqa: BLE001 - a hostile file may raise anything
                     fail(f"{where}: cannot be decoded ({error}); fetch the file anew")
-                total += 1
-                day = row["contest_date"][:10]
-                if not (options.lcb_start or day) <= day <= (options.lcb_end or day):
-                    continue
-                if LCB_BAD & {row["question_id"], row["question_title"]}:
-                    bad.append(row["question_id"])
-                    if options.lcb_skip_bad:
-                        continue
-                tests = row["public_test_cases"] + row["private_test_cases"]
-                problems.append({
-                    "id": row["question_id"], "problem": lcb_prompt(row), "func_name": func_name,
-                    "tests": partial(read_tests, path, offset),
-                    "answer": f"tests {digest(tests)}",  # names the gold; verify.py reads tests
-                })  # fmt: skip
+                yield path, file.tell() - len(line), row, func_name
+
+
+def load_livecodebench(source, options):
+    problems, bad, total = [], [], 0
+    for path, offset, row, func_name in lcb_rows([source] if options.data else lcb_files(options)):
+        total += 1
+        day = row["contest_date"][:10]
+        if not (options.lcb_start or day) <= day <= (options.lcb_end or day):
+            continue
+        if LCB_BAD & {row["question_id"], row["question_title"]}:
+            bad.append(row["question_id"])
+            if options.lcb_skip_bad:
+                continue
+        gold = digest([row["public_test_cases"], row["private_test_cases"]])
+        problems.append({
+            "id": row["question_id"], "problem": lcb_prompt(row), "func_name": func_name,
+            "tests": partial(read_tests, path, offset),
+            "answer": f"tests {gold}",  # a name for the gold; verify.py reads the tests
+        })  # fmt: skip
     check_count("livecodebench", source, total, LCB_ROWS[options.lcb_release], options)
     window = f"{options.lcb_start or 'the first contest'} to {options.lcb_end or 'the last'}"
     print0(f"livecodebench, {window}: {len(problems)} of {total} problems")
@@ -566,10 +578,10 @@ def evaluate(options):
                 fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
                      f"{len(ids)} prompt tokens and the model a context of {context}; lower it"
                 )  # fmt: skip
+            problem["prompt_ids"] = ids
             hashes = digest(ids), digest([problem["problem"], problem["answer"]])
             for sample in range(options.samples or ALL[name].samples):
-                place = (name, problem["id"], sample, *hashes)
-                wanted[place] = problem | {"prompt_ids": ids}
+                wanted[name, problem["id"], sample, *hashes] = problem
     folder = Path(options.out or (path if path.is_dir() else Path("runs", path.name)), "eval")
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -605,7 +617,7 @@ def evaluate(options):
         done = read_samples(folder, digest(settings))
         tasks = {name: [done[p] for p in wanted if p[0] == name] for name in options.benchmarks}
         summaries = {name: summarise(name, rows, options.pass_k) for name, rows in tasks.items()}
-        finish(folder, settings, summaries)
+        finish(folder, asdict(options) | settings, summaries)
 
 
 def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, show):

@@ -487,19 +487,24 @@ def test_replay_agrees_with_the_labels_of_the_math_cases(tmp_path):
         (["--samples", "4", "--pass_k", "8"], "raise --samples"),
         (["--benchmarks", "math500", "aime24", "--pass_k", "8"], "samples, here 4"),
         (["--pass_k", "0"], "--pass_k 0"),
-        (["--preset", "llama"], "qwen2.5-math"),
-        (["--engine", "sglang"], "--engine sglang"),
         (["--samples", "-1"], "--samples -1"),
         (["--temperature", "-0.5"], "--temperature -0.5"),
         (["--temperature", "nan"], "--temperature nan"),
         (["--batch_size", "0"], "--batch_size 0"),
-        (["--lcb_release", "release_v9"], "release_v6"),
         (["--lcb_start", "2024-2-30"], "YYYY-MM-DD"),
         (["--compare", "a", "b"], "one of --model"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_sentence(argv, said, capsys):
     assert said in one_sentence(capsys, evaluation.parse, ["--model", "m", *argv])
+
+
+@pytest.mark.parametrize("argv", [["--preset", "llama"], ["--lcb_release", "v9"], ["--modle", "m"]])
+def test_unknown_choices_and_flags_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        evaluation.parse(["--model", "m", *argv])
+    assert caught.value.code == 2
+    assert argv[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_nothing_to_do_is_one_sentence_too(capsys):
