@@ -44,6 +44,7 @@ from grpo_ba import (
     arg,
     encode_prompt,
     fail,
+    gold_text,
     leave_distributed,
     load_from_hub,
     load_policy,
@@ -55,6 +56,7 @@ from grpo_ba import (
     setup_distributed,
     stop_token_ids,
     toy_problems,
+    world_size,
     write_atomic,
 )
 from verify import Verifier, extract_answer
@@ -102,7 +104,6 @@ PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
     "toy": (Sampling(200), "none", False),
 }
 LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
-VLLM_MEMORY = 0.9  # share of the GPU: no trainer is beside it
 ENGINES = ["auto", "vllm", "transformers"]
 # fmt: on
 
@@ -166,6 +167,17 @@ def check(options):
 #    "tests" too, a function that reads them when they are needed (decoded, they fill the memory).
 
 
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_config(model):
+    """config.json of the run that a checkpoint belongs to; {} for any other model."""
+    path = Path(model).expanduser().parent / "config.json"
+    config = json.loads(path.read_text()) if model and path.is_file() else {}
+    return config if "aggregation" in config else {}
+
+
 def load_benchmark(name, options=None):
     options, benchmark = options or Options(), ALL[name]
     if name == "toy":
@@ -191,11 +203,12 @@ def load_benchmark(name, options=None):
     check_count(name, source, len(rows), benchmark.rows, options)
     problems = []
     for i, row in enumerate(rows):
-        # OlympiadBench: some questions share a context
-        text = f"{row['context']}\n{row[question]}" if row.get("context") else row[question]
-        problems.append({"id": str(i), "problem": text, "answer": clean_gold(name, row[answer])})
-        if not text or not problems[i]["answer"]:
+        text, gold = row.get(question), clean_gold(name, row.get(answer))
+        if not text or not gold:
             fail(f"{name} from {source}: row {i + 1} has an empty {question} or {answer}")
+        if row.get("context"):  # OlympiadBench: what several questions share
+            text = f"{row['context']}\n{text}"
+        problems.append({"id": str(i), "problem": text, "answer": gold})
     return problems
 
 
@@ -208,12 +221,13 @@ def check_count(name, source, found, expected, options):
 
 def clean_gold(name, gold):
     """The gold as verify.py reads it; a list (Minerva's variants) means any of these."""
-    golds = gold if isinstance(gold, list) else ["" if gold is None else str(gold).strip()]
+    gold = gold_text(gold)
+    golds = gold if isinstance(gold, list) else [gold]
     if name.startswith("aime"):  # "025" and "336^\\circ" are integers
-        return "".join(str(int(number)) for number in re.findall(r"\d+", str(golds[0]))[:1])
+        return "".join(str(int(number)) for number in re.findall(r"\d+", golds[0])[:1])
     if name == "olympiadbench":  # ["$69$,$84$"] or "$x$.": all of them, in any order
-        return ", ".join(str(one).replace("$", "").strip().rstrip(".").strip() for one in golds)
-    return golds if isinstance(gold, list) else golds[0]
+        return ", ".join(one.replace("$", "").strip().rstrip(".").strip() for one in golds)
+    return gold
 
 
 # LiveCodeBench: its raw files, as datasets >= 4 runs no loading script. Release n is the files 1 to
@@ -402,9 +416,7 @@ def summarise(task, rows, pass_k=()):
         "error": None,
         "pass": {},
         "tokens": mean(row["tokens"] for row in rows),
-        "truncated": mean(
-            row["finish_reason"] and row["finish_reason"] == "length" for row in rows
-        ),
+        "truncated": mean(r["finish_reason"] and r["finish_reason"] == "length" for r in rows),
         "no_answer": mean(row["reason"] == "no_answer" for row in rows),
         "sandbox_errors": errors / len(rows),
         "per_problem": {key: c / n for key, (n, c) in counts.items() if n},
@@ -453,7 +465,8 @@ def finish(folder, settings, summaries):
               "truncated", "no answer", "sandbox errors"]  # fmt: skip
     rows = [
         [name, str(s["problems"]), str(s["samples"]), percent(s["score"]), percent(s["error"]),
-         *(percent(s["pass"].get(k)) for k in ks), f"{s['tokens'] or math.nan:.0f}",
+         *(percent(s["pass"].get(k)) for k in ks),
+         f"{s['tokens']:.0f}" if s["tokens"] else "-",
          *(percent(s[key]) for key in ("truncated", "no_answer", "sandbox_errors"))]
         for name, s in summaries.items()
     ]  # fmt: skip
@@ -479,46 +492,51 @@ def finish(folder, settings, summaries):
 PLACE = ("task", "id", "sample", "prompt_hash", "problem_hash")  # tells responses apart
 
 
-def digest(value):
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def training_config(model):
-    """config.json of the run that a checkpoint belongs to; {} for any other model."""
-    path = Path(model).expanduser().parent / "config.json"
-    config = json.loads(path.read_text()) if model and path.is_file() else {}
-    return config if "aggregation" in config else {}
-
-
 def choose_preset(options, model_config):
     """(sampling, instruction, thinking) for this model; flags override. A checkpoint of ours keeps
     the prompt format that it was trained with."""
     trained, preset = training_config(options.model), options.preset
     if preset == "auto":
+        thinks = trained.get("enable_thinking", True)
         is_math = "math" in (trained.get("model") or options.model).lower()
-        preset = {"qwen3": "qwen3", "qwen2": "qwen2.5-math" if is_math else "other"}.get(
-            model_config.model_type, "other"
-        )
-        if preset == "qwen3" and not trained.get("enable_thinking", True):
-            preset = "qwen3-non-thinking"
-        if options.benchmarks == ["toy"]:
-            preset = "toy"
+        families = {
+            "qwen3": "qwen3" if thinks else "qwen3-non-thinking",
+            "qwen2": "qwen2.5-math" if is_math else "other",
+        }
+        preset = families.get(model_config.model_type, "other")
+        preset = "toy" if options.benchmarks == ["toy"] else preset
     sampling, instruction, thinking = PRESETS[preset]
     if options.preset == "auto":
         instruction = trained.get("instruction", instruction)
     context = model_config.max_position_embeddings
     room = max(context - 4096, context * 3 // 4)  # the rest is for the prompt
-    sampling = replace(
-        sampling,
-        max_tokens=options.max_tokens or min(sampling.max_tokens, room),
-        temperature=options.temperature or sampling.temperature,
-    )
+    max_tokens = options.max_tokens or min(sampling.max_tokens, room)
+    temperature = options.temperature or sampling.temperature
+    sampling = replace(sampling, max_tokens=max_tokens, temperature=temperature)
     return sampling, instruction, thinking
+
+
+def list_samples(options, tokenizer, sampling, instruction, thinking, context):
+    """{place: problem}, with its prompt_ids, of all the samples that the options ask for."""
+    wanted = {}
+    for name in options.benchmarks:
+        for problem in load_benchmark(name, options)[: options.limit or None]:
+            how = "none" if "tests" in problem else instruction
+            problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], how, thinking)
+            length = len(problem["prompt_ids"])
+            if length + sampling.max_tokens > context:
+                fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
+                     f"{length} prompt tokens and the model a context of {context}; lower it"
+                )  # fmt: skip
+            hashes = digest(problem["prompt_ids"]), digest([problem["problem"], problem["answer"]])
+            for sample in range(options.samples or ALL[name].samples):
+                wanted[name, problem["id"], sample, *hashes] = problem
+    return wanted
 
 
 def read_lines(path):
     """Rows of a .jsonl file whose last line may be cut off."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
@@ -543,45 +561,36 @@ def merge_ranks(folder):
 def read_samples(folder, settings_hash):
     """{place: row} of these settings, without the texts: there may be gigabytes of them."""
     rows = (row | {"response": ""} for row in read_lines(folder / "samples.jsonl"))
-    rows = (row for row in rows if row["settings"] == settings_hash)
+    rows = (row for row in rows if row.get("settings") == settings_hash)
     return {tuple(row[key] for key in PLACE): row for row in rows}
+
+
+def make_engine(kind, dtype, max_model_len, tokenizer, device, options):
+    stop_ids = stop_token_ids(options.model, tokenizer)
+    if kind == "vllm":
+        share = 0.9  # of the GPU's memory: no trainer is beside it
+        return VLLMEngine(options.model, stop_ids, max_model_len, dtype, share, options.seed)
+    return TransformersEngine(load_policy(options.model, device), stop_ids, options.batch_size)
 
 
 def evaluate(options):
     from transformers import AutoConfig
 
     rank, world, device = setup_distributed()
-    path = Path(options.model).expanduser()
-    model_config, tokenizer = (
-        load_from_hub(AutoConfig, options.model),
-        load_tokenizer(options.model),
-    )
-    sampling, instruction, thinking = choose_preset(options, model_config)
-    kind = pick_engine(options.engine)
+    model_config = load_from_hub(AutoConfig, options.model)
+    tokenizer = load_tokenizer(options.model)
+    sampling, *prompt_format = choose_preset(options, model_config)
+    kind, path = pick_engine(options.engine), Path(options.model).expanduser()
+    dtype = "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32"
+    # A checkpoint that was trained further is another model, one that was moved is not.
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safetensors")]
-    settings = {
-        "model": options.model,
-        "weights": sorted(stamps) or model_config._commit_hash,  # trained on: another model
-        "engine": kind,
-        "dtype": "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32",
-        "seed": options.seed,
-        "instruction": instruction,
-        "enable_thinking": thinking,
-        **asdict(sampling),
-    }
-    wanted, context = {}, model_config.max_position_embeddings
-    for name in options.benchmarks:
-        for problem in load_benchmark(name, options)[: options.limit or None]:
-            how = "none" if "tests" in problem else instruction
-            ids = encode_prompt(tokenizer, problem["problem"], how, thinking)
-            if len(ids) + sampling.max_tokens > context:
-                fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
-                     f"{len(ids)} prompt tokens and the model a context of {context}; lower it"
-                )  # fmt: skip
-            problem["prompt_ids"] = ids
-            hashes = digest(ids), digest([problem["problem"], problem["answer"]])
-            for sample in range(options.samples or ALL[name].samples):
-                wanted[name, problem["id"], sample, *hashes] = problem
+    weights = sorted(stamps) or [options.model, model_config._commit_hash]
+    settings = asdict(sampling) | {
+        "weights": weights, "engine": kind, "dtype": dtype, "seed": options.seed,
+        "prompt_format": prompt_format,
+    }  # fmt: skip
+    context = model_config.max_position_embeddings
+    wanted = list_samples(options, tokenizer, sampling, *prompt_format, context)
     folder = Path(options.out or (path if path.is_dir() else Path("runs", path.name)), "eval")
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -594,22 +603,11 @@ def evaluate(options):
     turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in todo))}
     todo = [p for p in todo if turn[p[:2]] % world == rank]  # whole problems: they share a prefix
     if todo:
-        stop_ids = stop_token_ids(options.model, tokenizer)
-        if kind == "vllm":
-            longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in todo)
-            dtype, seed = settings["dtype"], options.seed
-            engine = VLLMEngine(options.model, stop_ids, longest, dtype, VLLM_MEMORY, seed)
-        else:
-            model = load_policy(options.model, device)
-            engine = TransformersEngine(model, stop_ids, options.batch_size)
-        common = {
-            "settings": digest(settings),
-            "sampling": asdict(sampling),
-            "model": options.model,
-        }
+        longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in todo)
+        engine = make_engine(kind, dtype, longest, tokenizer, device, options)
         part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
-        sample_and_score({p: wanted[p] for p in todo}, engine, tokenizer, sampling, common, part,
-                         options, show=rank == 0)  # fmt: skip
+        common = {"settings": digest(settings), "sampling": asdict(sampling)}
+        sample_and_score(todo, wanted, engine, tokenizer, sampling, common, part, options)
     if world > 1:
         dist.barrier()
     if rank == 0:
@@ -620,24 +618,29 @@ def evaluate(options):
         finish(folder, asdict(options) | settings, summaries)
 
 
-def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, show):
-    """Appends a row to `path` for every {place: problem} of `todo`, a batch at a time."""
-    places, right = list(todo), 0.0
-    with Verifier() as verifier, tqdm(total=len(todo), unit="sample", disable=not show) as bar:
-        for start in range(0, len(places), options.batch_size):
-            batch = places[start : start + options.batch_size]
-            prompts = [todo[p]["prompt_ids"] for p in batch]
+def sample_and_score(todo, problems, engine, tokenizer, sampling, common, path, options):
+    """Appends a row to `path` for every place of `todo`, a batch at a time."""
+    rank, world = (dist.get_rank(), world_size()) if world_size() > 1 else (0, 1)
+    workers = max(1, (os.cpu_count() or 1) // world)  # an overloaded machine makes programs late
+    right, bar = 0.0, tqdm(total=len(todo), unit="sample", disable=rank > 0)
+    with Verifier(workers) as verifier, bar:
+        for start in range(0, len(todo), options.batch_size):
+            batch = todo[start : start + options.batch_size]
+            prompts = [problems[p]["prompt_ids"] for p in batch]
             seeds = [sample_seed(options.seed, "eval", *p[:3]) for p in batch]
-            responses = engine.generate(prompts, 1, sampling, seeds, batch[0][0] if show else "")
+            label = "" if rank else batch[0][0]
+            responses = engine.generate(prompts, 1, sampling, seeds, label)
             texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-            verdicts = verifier.score(texts, [with_tests(todo[p]) for p in batch])
-            append_lines(path, [
+            verdicts = verifier.score(texts, [with_tests(problems[p]) for p in batch])
+            rows = [
                 common
                 | dict(zip(PLACE, p))
-                | verdict_fields(todo[p], text, verdict)
+                | verdict_fields(problems[p], text, verdict)
                 | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
-                for p, response, text, verdict in zip(batch, responses, texts, verdicts, strict=True)
-            ])  # fmt: skip
+                | {"model": options.model}
+                for p, response, text, verdict in zip(batch, responses, texts, verdicts)
+            ]
+            append_lines(path, rows)
             right += sum(verdict.reward for verdict in verdicts)
             bar.set_postfix_str(f"accuracy {right / (start + len(batch)):.3f}", refresh=False)
             bar.update(len(batch))
@@ -660,33 +663,33 @@ def verdict_fields(problem, text, verdict):
 
 def replay(options):
     """Scores the responses of a file: rows of problem, response, and answer or tests (func_name);
-    optional are task, id, tokens and finish_reason."""
+    optional are task, tokens, finish_reason and model. Same problem and answer: one problem."""
     path = Path(options.responses)
     if not path.is_file():
         fail(f"--responses {path}: there is no such file")
-    rows, _ = read_rows(str(path))
+    rows = [dict(row) for row in read_rows(str(path))[0]]
     for i, row in enumerate(rows, 1):
         if not row.keys() >= {"problem", "response"} or not row.keys() & {"answer", "tests"}:
             fail(f"{path} row {i}: needs problem, response and answer (or tests); has {[*row]}")
+        row["answer"] = clean_gold("", row.get("answer"))
     with Verifier() as verifier:
         try:
             verdicts = verifier.score([row["response"] for row in rows], rows, progress=True)
-        except ValueError as error:
+        except ValueError as error:  # an empty gold, a response that is no text
             fail(f"{path}: {error}")
     tasks, counts = defaultdict(list), defaultdict(int)
     for row, verdict in zip(rows, verdicts):
-        task, problem = row.get("task", path.stem), digest([row["problem"], row.get("answer")])
-        known = {key: row.get(key) for key in ("tokens", "finish_reason", "model")}
-        place = {"task": task, "id": str(row.get("id", "")), "sample": counts[task, problem]}
-        fields = verdict_fields(row, row["response"], verdict)
-        tasks[task].append(place | {"problem_hash": problem} | fields | known)
-        counts[task, problem] += 1
+        task, key = row.get("task", path.stem), digest([row["problem"], row["answer"]])
+        place = {"task": task, "id": key, "sample": counts[task, key], "problem_hash": key}
+        known = {name: row.get(name) for name in ("tokens", "finish_reason", "model")}
+        tasks[task].append(place | verdict_fields(row, row["response"], verdict) | known)
+        counts[task, key] += 1
     folder = Path(options.out or path.with_suffix(""), "eval")
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for some in tasks.values() for row in some]
     write_atomic(folder / "samples.jsonl", "".join(lines))
     summaries = {task: summarise(task, some, options.pass_k) for task, some in tasks.items()}
-    finish(folder, {"responses": str(path)}, summaries)
+    finish(folder, asdict(options), summaries)
 
 
 # ----------------------------------------------------------------------------------------
@@ -771,9 +774,10 @@ def color_of(names: list[str]) -> dict[str, str]:
     }
 
 
-def new_figure(width: float, height: float, rows: int, columns: int):
+def new_figure(width: float, height: float, rows: int, column_widths: list[float]):
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    grid = {"squeeze": False, "width_ratios": column_widths}
+    panels = figure.subplots(rows, len(column_widths), **grid).ravel()
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color=GRID, linewidth=0.7)
@@ -828,7 +832,7 @@ def draw_curves(run: Path) -> Path:
     """runs/<name>/curves.png: does it learn, how long are right and wrong responses, is the policy
     healthy, and the two biases as numbers. Works while the run is going on."""
     config, rows = read_run(run)
-    figure, panels = new_figure(11, 6.6, 2, 2)
+    figure, panels = new_figure(11, 6.6, 2, [1, 1])
     learning, lengths, health, biases = panels
     half = len(rows) // 50  # long runs get a running mean over the raw line; short ones stay raw
 
@@ -877,7 +881,7 @@ def draw_curves(run: Path) -> Path:
     right = plot_two(biases, "net_advantage", "net advantage", "weight_spread", "weight spread")
     low, high = biases.get_ylim()  # noise of 1e-9 must not fill the panel
     biases.set_ylim(min(low, -0.5), max(high, 0.5))
-    right.set_ylim(0, max(2, right.get_ylim()[1]))
+    right.set_ylim(0, max(4, right.get_ylim()[1]))  # so that 1 is not at the height of 0
 
     for panel in panels:
         panel.set_xlabel("step", fontsize=9, color=INK)
@@ -890,7 +894,7 @@ def draw_curves(run: Path) -> Path:
 def draw_rules(runs: dict[str, dict[str, list[Path]]], path: Path) -> Path:
     """runs/compare.png: held-out accuracy of {world: {rule: [run of each seed]}}, one panel per
     world. Thick: mean over seeds, where all have been evaluated. Thin: each seed."""
-    figure, panels = new_figure(5.6 * len(runs), 4, 1, len(runs))
+    figure, panels = new_figure(5.6 * len(runs), 4, 1, [1] * len(runs))
     counts = {len(seeds) for rules in runs.values() for seeds in rules.values()}
     for panel, (world, rules) in zip(panels, runs.items()):
         colors, ends = color_of(list(rules)), []
@@ -920,8 +924,8 @@ def draw_compare(results, curves, path):
     evaluated along the way, best against last accuracy: how stable the run was."""
     names = list(next(iter(results.values())))
     colors, width = color_of(names), 0.8 / len(names)
-    figure, panels = new_figure(max(6, 1.5 * len(results) + 4 * bool(curves)), 3.8, 1,
-                                2 if curves else 1)  # fmt: skip
+    inches = [max(3, 1.7 * len(results))] + [4] * bool(curves)
+    figure, panels = new_figure(sum(inches), 3.8, 1, inches)
     for i, name in enumerate(names):
         scores = [runs[name]["score"] for runs in results.values()]
         errors = [1.96 * (runs[name]["error"] or 0) for runs in results.values()]

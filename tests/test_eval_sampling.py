@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from test_eval import STDIN, lcb_row, write_jsonl
 
 import eval as evaluation
 import grpo_ba
@@ -202,6 +204,51 @@ def test_what_a_dead_rank_had_written_is_not_lost(whole, policy, tmp_path, monke
     monkeypatch.setattr(evaluation, "sample_and_score", None)
     assert evaluate(policy, tmp_path) == whole[0]
     assert not (tmp_path / "eval/samples.rank1.jsonl").exists()
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes: it can say any program."""
+
+    def apply_chat_template(self, messages, **_):
+        return [byte for message in messages for byte in message["content"].encode()]
+
+    def decode(self, ids, **_):
+        return bytes(ids.tolist()).decode()
+
+
+class Programmer:
+    """An engine that answers each prompt with a right program, then wrong, late and no program."""
+
+    answers = ("print(int(input())**2)", "print(0)", "while True: pass", None)
+
+    def generate(self, prompts, n, sampling, seeds, progress=""):
+        responses = []
+        for i, prompt in enumerate(prompts):
+            assert b"### Question:\nsolve" in bytes(prompt)
+            program = self.answers[i % 4]
+            text = f"```python\n{program}\n```" if program else "I give up"
+            ids = torch.tensor(list(text.encode()))
+            responses.append(grpo_ba.Response(torch.tensor(prompt), ids, ids.float(), "stop"))
+        return responses
+
+
+def test_livecodebench_programs_are_sampled_and_run(tmp_path, monkeypatch):
+    names = {"model_type": "qwen3", "max_position_embeddings": 40_960}
+    config = type("Config", (), {**names, "_commit_hash": None})
+    monkeypatch.setattr(evaluation, "load_from_hub", lambda *_: config)
+    monkeypatch.setattr(evaluation, "load_tokenizer", lambda _: Bytes())
+    monkeypatch.setattr(evaluation, "make_engine", lambda *_: Programmer())
+    rows = [lcb_row(name, STDIN) for name in ("a", "b")]
+    write_jsonl(tmp_path / "livecodebench.jsonl", rows)
+    base = ["--model", "coder", "--benchmarks", "livecodebench", "--data", tmp_path]
+    evaluation.evaluate(evaluation.parse([str(a) for a in [*base, "--out", tmp_path]]))
+    results = json.loads((tmp_path / "eval/results.json").read_text())["benchmarks"]
+    summary = results["livecodebench"]
+    assert (summary["problems"], summary["samples"], summary["score"]) == (2, 4, 0.25)
+    assert (summary["no_answer"], summary["sandbox_errors"]) == (0.25, 0)
+    reasons = [row["reason"] for row in samples(tmp_path).values()]
+    assert reasons == ["correct", "wrong", "timeout", "no_answer"] * 2
+    assert {row["gold"][:6] for row in samples(tmp_path).values()} == {"tests "}
 
 
 def test_each_model_family_is_sampled_as_its_card_says(tmp_path):
