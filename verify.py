@@ -174,7 +174,7 @@ def normalise(text: str) -> str:
         if end is None:
             break
         text = f"{text[: call.end(1)]}{{{text[call.end() : end]}}}{text[end + 1 :]}"
-    return text
+    return _unwrap(text)
 
 
 def _unstyle(match: re.Match) -> str:
@@ -219,10 +219,12 @@ def _key(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Drop the braces or parentheses around the whole, where they make no tuple."""
+    """Drop the braces around the whole, and parentheses that make no tuple."""
     text = text.strip()
     while text[:1] in ("{", "(") and _closing(text, 0) == len(text) - 1:
-        if {"{": "}", "(": ")"}[text[0]] != text[-1] or len(_split(text[1:-1], "[,;]")[0]) > 1:
+        if text[0] + text[-1] == "()" and len(_split(text[1:-1], "[,;]")[0]) > 1:
+            break
+        if text[0] + text[-1] not in ("{}", "()"):
             break
         text = text[1:-1].strip()
     return text
@@ -710,7 +712,7 @@ def verify_math(response: str, gold: str | list[str]) -> Verdict:
     if not golds or not all(isinstance(g, str) and normalise(g) for g in golds):
         raise ValueError(f"the gold answer is empty or not text: {gold!r}")
     answer = extract_answer(response)
-    if not answer:
+    if answer is None or len(answer) <= MAX_CHARS and not normalise(answer):
         return Verdict(0.0, "no_answer")
     unread = ""
     for candidate in golds:
