@@ -115,7 +115,7 @@ class Config:
     micro_batch_tokens: int = arg(
         4096, "padded tokens per forward pass; never changes the gradient"
     )
-    logprob_chunk: int = arg(1024, "tokens per chunk of the V-wide logits; 0: all at once")
+    logprob_chunk: int = arg(512, "tokens per chunk of the V-wide logits; 0: all at once")
     gradient_checkpointing: bool = arg(False, "recompute activations in the backward pass")
     zero: bool = arg(False, "shard the optimizer state over the ranks (ZeRO-1)")
     # the toy
@@ -686,12 +686,14 @@ class ChunkedLogprobs(torch.autograd.Function):
     """log_softmax(hidden @ weight.T / temperature) at the targets, without the [T, V] logits.
 
     hidden [T, H], weight [V, H], targets [T] -> logprobs [T], entropy [T] (carries no gradient).
+    The products are taken in the dtype of hidden, their sum over chunks in that of the weight.
     At Qwen3's V = 151,936, the float32 logits of 4,096 tokens take 2.5 GB, and autograd keeps
     several such; here `chunk` rows at a time exist, and the backward pass computes them anew.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk):
+    def forward(ctx, hidden, master_weight, targets, temperature, chunk):
+        weight = master_weight.to(hidden.dtype)
         logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=logits_dtype, device=hidden.device)
         entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -702,16 +704,16 @@ class ChunkedLogprobs(torch.autograd.Function):
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - logsumexp[rows]
             p = (logits - logsumexp[rows, None]).exp_()
             entropy[rows] = logsumexp[rows] - torch.linalg.vecdot(p, logits)
-        ctx.save_for_backward(hidden, weight, targets, logsumexp)
+        ctx.save_for_backward(hidden, master_weight, targets, logsumexp)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, _):
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype)  # sums chunks: float32
+        hidden, master_weight, targets, logsumexp = ctx.saved_tensors
+        weight = master_weight.to(hidden.dtype)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(master_weight)
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = (hidden[rows] @ weight.T).to(logsumexp.dtype).div_(ctx.temperature)
@@ -725,7 +727,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, hidden[rows])  # no [V, H] temporary
             else:
                 grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def response_logprobs(model, responses, temperature, chunk):
@@ -747,11 +749,11 @@ def response_logprobs(model, responses, temperature, chunk):
     weight = model.get_output_embeddings().weight
     kind = model.device.type  # under autocast the head works in bf16, like every linear layer
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden = hidden.to(dtype)
     if chunk:
         return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
-    logits = (hidden @ weight.T).to(torch.promote_types(dtype, torch.float32)) / temperature
-    logp = logits.log_softmax(dim=-1)  # [T, V]
+    logits = hidden @ weight.to(dtype).T
+    logp = (logits.to(torch.promote_types(dtype, torch.float32)) / temperature).log_softmax(dim=-1)
     with torch.no_grad():
         entropy = -(logp.exp() * logp).sum(dim=-1)
     return logp.gather(1, targets[:, None])[:, 0], entropy
@@ -791,7 +793,11 @@ def update(model, optimizer, responses, advantages, weights, config):
         """Forward passes over these rows: (rows, tokens per row, logprobs [T], entropy [T])."""
         for batch in micro_batches([lengths[i] for i in rows], config.micro_batch_tokens):
             batch = [rows[j] for j in batch]
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            # No cache: it would keep a bf16 copy of every weight, 15 GB of a 7B model, for nothing,
+            # as a pass uses each weight once.
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
+            ):
                 logprobs, entropy = response_logprobs(
                     model, [responses[i] for i in batch], config.temperature, config.logprob_chunk
                 )
