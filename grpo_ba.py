@@ -1057,21 +1057,24 @@ def make_optimizer(model, config):
 
 
 def memory_plan(config, model_config, world):
-    """GiB on one GPU, by part: what the update holds, and `vLLM weights`, there in the rollout."""
+    """GiB on one GPU, by part. All but `vLLM weights` are there in the update, and the activations
+    are an upper bound (tests/test_memory.py tracks every tensor of such a pass)."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         N = sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
     H, V, layers = model_config.hidden_size, model_config.vocab_size, model_config.num_hidden_layers
     T, chunk = config.micro_batch_tokens, config.logprob_chunk or config.micro_batch_tokens
-    layer = 16 * H + 4 * model_config.intermediate_size  # bf16 values per token inside one layer
-    kept = layers * H + layer if config.gradient_checkpointing else layers * layer
+    # Bytes per token: the residual stream and the norms are float32, what enters a product is bf16.
+    layer, stream = 40 * H + 8 * model_config.intermediate_size, 4 * H
+    kept = layers * (stream if config.gradient_checkpointing else layer) + 6 * stream
+    bf16_weights = 0 if config.gradient_checkpointing else 2 * N  # kept for the backward pass
+    head = 12 * chunk * V + 8 * H * V  # logits thrice, and the head's weight and gradient
     parts = {
         "parameters": 4 * N,  # float32
         "gradients": 4 * N,
         "optimizer": 8 * N // (world if config.zero else 1),  # two AdamW moments
-        "bf16 copy": 2 * N,  # autocast keeps one for the length of a pass
-        "activations": 2 * T * kept + 3 * 4 * chunk * V + 4 * H * V,  # and logits, head's gradient
+        "activations": T * kept + bf16_weights + max(1.5 * T * layer, head),
         "vLLM weights": 2 * N,
     }
     return {name: size / 2**30 for name, size in parts.items()}
@@ -1083,14 +1086,16 @@ def check_memory(config, model_config, world, gpu_gib):
     other = 2  # CUDA context, fragments, what a sleeping engine keeps
     vllm_needs, vllm_gets = 1.2 * plan.pop("vLLM weights"), config.vllm_memory * gpu_gib
     rollout = plan["parameters"] + plan["optimizer"] + vllm_gets + other
-    update_needs = sum(plan.values()) + other
-    states = update_needs - plan["activations"]
+    update = sum(plan.values()) + other
+    states = update - plan["activations"]
     sentence = f"--model {config.model}: on a GPU of {gpu_gib:.0f} GiB the "
     if states > 0.95 * gpu_gib:
-        knob = "--zero on more GPUs" if world == 1 or not config.zero else "more GPUs"
+        knob = "more GPUs" if config.zero else "--zero on more GPUs"
         fail(f"{sentence}training states take {states:.0f} GiB; use {knob}, or a smaller model")
-    if update_needs > gpu_gib:
-        fail(f"{sentence}update needs {update_needs:.0f} GiB; lower --micro_batch_tokens")
+    if update > gpu_gib:
+        knob = "lower --micro_batch_tokens (and --max_response_tokens, if that is the limit)"
+        knob = knob if config.gradient_checkpointing else "add --gradient_checkpointing"
+        fail(f"{sentence}update needs {update:.0f} GiB; {knob}")
     if vllm_needs > vllm_gets:
         fail(f"{sentence}engine needs {vllm_needs:.0f} GiB or more; raise --vllm_memory")
     if rollout > gpu_gib:
@@ -1118,11 +1123,13 @@ def train(config):
     """The whole run. Returns its folder (on rank 0)."""
     rank, world, device = setup_distributed()
     torch.manual_seed(config.seed)
-    if device.type == "cuda" and config.model:
+    if config.model:  # the cheap questions, before anything large is downloaded or loaded
         from transformers import AutoConfig
 
-        gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-        check_memory(config, load_from_hub(AutoConfig, config.model), world, gpu_gib)
+        model_config = load_from_hub(AutoConfig, config.model)
+        if device.type == "cuda":
+            gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+            check_memory(config, model_config, world, gpu_gib)
     run = RunFolder(config) if rank == 0 else None
     task = load_task(config) if rank == 0 else None  # downloads and the toy's warm-up: once,
     over_ranks(0, device)  # while the other ranks wait here
