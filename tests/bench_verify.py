@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import math_verify  # noqa: E402
+import math_verify
 
-from verify import Verifier, verify_code, verify_math  # noqa: E402
+from verify import Verifier, verify_code, verify_math
 
 DATA = ROOT.parent / "shared/data"
 ATTACKS = [
