@@ -314,8 +314,8 @@ def load_from_hub(cls, path, **kwargs):
         return cls.from_pretrained(os.path.expanduser(path), **kwargs)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
-        fail(f"--model {path}: cannot be loaded ({reason}); give the folder of a transformers "
-             "checkpoint, or a hub id that can be reached")  # fmt: skip
+        fail(f"--model {path}: cannot be loaded ({reason}); give --model the folder of a transformers "
+             "checkpoint and --train_data a local file, or hub ids that can be reached")  # fmt: skip
 
 
 def encode_prompt(tokenizer, problem, instruction="suffix", enable_thinking=False):
@@ -1130,6 +1130,10 @@ def train(config):
         if device.type == "cuda":
             gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
             check_memory(config, model_config, world, gpu_gib)
+        longest = config.max_prompt_tokens + config.max_response_tokens
+        if longest > model_config.max_position_embeddings:
+            fail(f"--max_response_tokens {config.max_response_tokens}: with max_prompt_tokens more "
+                 f"than the model's {model_config.max_position_embeddings} positions; lower one")  # fmt: skip
     run = RunFolder(config) if rank == 0 else None
     task = load_task(config) if rank == 0 else None  # downloads and the toy's warm-up: once,
     over_ranks(0, device)  # while the other ranks wait here
@@ -1514,7 +1518,7 @@ def parse(argv=None):
 
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("preset", "resume", "model"):
+    for name in ("preset", "resume", "model", "train_data"):
         first.add_argument(f"--{name}", default="")
     given, _ = first.parse_known_args(argv)
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -1528,6 +1532,8 @@ def parse(argv=None):
         preset = given.preset or ("small" if given.model else by_hardware)
         if preset not in PRESETS:
             fail(f"--preset {preset}: unknown; choose one of {', '.join(PRESETS)}")
+        if Path(given.train_data).is_file():  # your data: the preset's evaluation sets go too
+            argv = ["--eval_data", "", "--exclude_data", "", *argv]
         argv = ["--preset", preset, *PRESETS[preset].split(), *argv]
     config = Config(**vars(parser.parse_args(argv)))
     check(config)
@@ -1536,9 +1542,11 @@ def parse(argv=None):
 
 def main():
     config = parse()
+    from huggingface_hub.utils.logging import set_verbosity_error
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    set_verbosity_error()  # our one sentence, not its ten on retries
     try:
         if config.aggregation == "all":
             compare(config)
