@@ -113,7 +113,7 @@ NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 END = r"(?![A-Za-z])"
 THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SPELLING = [  # in this order
+SPELLING = [  # (pattern, replacement), in this order
     (r"\\(?:left|right)\s*\.|\\\$|[$\"€£¥]|(?<!\\)\\[()\[\]]", ""),
     (rf"\^\s*\{{?\s*\\(?:circ|degree)\s*\}}?\s*[CF]?{END}", " "),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
@@ -130,6 +130,7 @@ SPELLING = [  # in this order
     (r">=", r"\\ge "),
     (r"!=", r"\\ne "),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", lambda m: _repeating(*m.groups())),
     (r"(?<=\d)\s*(?:\^\s*\{(?:\s*\\prime)+\s*\}|'+)$", ""),  # minutes and seconds of arc
     (r"'", r"^{\\prime}"),  # the parser drops x'
     (rf"\\text\{{\s*[Ii]nfinity\s*\}}|(?<![A-Za-z\\])(?:[Ii]nfinity|inf){END}", r"\\infty "),
@@ -140,7 +141,7 @@ SPELLING = [  # in this order
     (rf"(\\frac\s*{GROUP})\s*(\w)", r"\1{\2}"),
     (rf"\\sqrt\s*(\\frac\s*{GROUP}\s*{GROUP})", r"\\sqrt{\1}"),
     (
-        r"(?<=\d)\s*(?:\\text\{)?\s*(thousand|[mbtr]+illion)\b\s*\}?",
+        r"(?<=\d)\s*(?:\\text\{)?\s*(thousand|million|billion|trillion)\b\s*\}?",
         lambda m: rf"\cdot 10^{{{THOUSANDS[m[1]]}}}",
     ),
     (rf"(?<![\w.\\])({NUMBER})[eE]([+-]?\d{{1,9}})(?![\w.])", r"\1\\cdot 10^{\2}"),  # 4.5e33
@@ -153,6 +154,13 @@ SPELLING = [  # in this order
 SPELLING = [(re.compile(pattern), new) for pattern, new in SPELLING]
 
 
+def _repeating(whole: str, fixed: str, period: str) -> str:
+    """0.1\\overline{6} as a fraction."""
+    over = int(whole + fixed + period) - int(whole + fixed or 0)
+    return rf"\frac{{{over}}}{{{(10 ** len(period) - 1) * 10 ** len(fixed)}}}"
+
+
+@functools.lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
     def nfkc(match: re.Match) -> str:
         return unicodedata.normalize("NFKC", match[0])
@@ -186,9 +194,8 @@ def _unstyle(match: re.Match) -> str:
     if re.fullmatch(rf"{FUNCTIONS}|max|min|gcd|lcm", word):
         return f"\\{word} "
     number, words = re.match(r"([-+\d.,:/%\s]*)([\s\S]*)", match[1]).groups()
-    return number + (
-        f"\\text{{{words}}}" if re.search("[A-Za-z]{2}|[^\x00-\x7f]", words) else words
-    )
+    spoken = re.search("[A-Za-z]{2}|[^\x00-\x7f]", words)
+    return f"{number}\\text{{{words}}}" if spoken else number + words
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -346,7 +353,9 @@ def _strip_unit(text: str, letters: bool) -> tuple[str, str]:
 
 # Lists, sets, tuples, intervals, unions, matrices, ratios.
 
-MATRIX = re.compile(r"\\begin\{([pb]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}")
+MATRIX = re.compile(
+    r"([^&]*?)\\begin\{([pb]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\2\}"
+)
 
 
 def _items(text: str) -> tuple[str, list[str]]:
@@ -365,11 +374,17 @@ def _items(text: str) -> tuple[str, list[str]]:
         return (text[0] + text[-1], parts) if len(parts) > 1 else _items(text[1:-1].strip())
     if _key(text) == r"\mathbb{R}":
         return "()", [r"-\infty", r"\infty"]
+    if match := re.fullmatch(r"\\mathbb\{R\}(?:\\setminus|\\backslash|-)\\\{(.*)\\\}", _key(text)):
+        holes = sorted(match[1].split(","), key=lambda hole: (_number(hole) or [0])[0])
+        ends = [r"-\infty", *holes, r"\infty"]
+        return "union", [f"({left},{right})" for left, right in itertools.pairwise(ends)]
     if match := MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[\w*\])?", match[2]) if row.strip()]
+        rows = [row.split("&") for row in re.split(r"\\\\(?:\[\w*\])?", match[3]) if row.strip()]
         if len({len(row) for row in rows}) == 1:
             kind = "column" if len(rows[0]) == 1 else f"{len(rows)} x {len(rows[0])}"
-            return kind, [cell for row in rows for cell in row]
+            factor = match[1].replace("-", "-1") if match[1].strip() == "-" else match[1]
+            scaled = rf"{factor}\cdot(%s)" if factor else "%s"
+            return kind, [scaled % cell for row in rows for cell in row]
     return "", [text]
 
 
@@ -705,7 +720,7 @@ def _compare(answer: str, gold: str) -> tuple[bool, str]:
         raise ValueError("the gold answer is empty")
     if answer.strip() == gold.strip():
         return True, ""
-    if len(answer) > MAX_CHARS and not re.fullmatch(r"[\s\d,+-]{,100000}", answer):
+    if len(answer) > MAX_CHARS and not re.fullmatch(r"[\s\d,+-]{,10000}", answer):
         return False, f"{len(answer)} characters"
     try:
         return _same(normalise(answer), normalise(gold)), ""
