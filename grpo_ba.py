@@ -1134,7 +1134,6 @@ def train(config):
         if longest > model_config.max_position_embeddings:
             fail(f"--max_response_tokens {config.max_response_tokens}: with max_prompt_tokens more "
                  f"than the model's {model_config.max_position_embeddings} positions; lower one")  # fmt: skip
-    run = RunFolder(config) if rank == 0 else None
     task = load_task(config) if rank == 0 else None  # downloads and the toy's warm-up: once,
     over_ranks(0, device)  # while the other ranks wait here
     path, problems, eval_problems = task or load_task(config)
@@ -1153,6 +1152,7 @@ def train(config):
     model = load_policy(checkpoint or path, device, config.gradient_checkpointing)
     optimizer = make_optimizer(model, config)
     done = restore(checkpoint, optimizer) if checkpoint else 0
+    run = RunFolder(config) if rank == 0 else None  # a run that cannot start leaves none
     if run and config.resume:
         run.rewind(done)
     if not use_vllm:
@@ -1402,9 +1402,9 @@ def toy_solution(problem, world, rng, clean=False):
     elif style < 0.50:
         text, total = "", rng.choice(problem["problem"][-3:-1])
     elif style < 0.88:
-        return chain(0.1)[0]
+        return chain(0.02)[0]
     else:
-        text, total = ramble(0.02, 0.9, 1)
+        text, total = ramble(0.005, 0.9, 1)  # the policy will add slips of its own
     return f"{text} \\boxed{{{total}}}".strip()
 
 
@@ -1493,7 +1493,7 @@ def compare(config):
         runs[world][rule].append(train(one if config.model else replace(one, toy_world=world)))
 
     print(f"\nheld-out accuracy and lengths, means over {config.toy_seeds} seed(s)")
-    print(f"{'world':10}{'rule':10}{'initial':>9}{'best':>9}{'last':>9}{'mean':>9}{'length':>9}"
+    print(f"{'world':12}{'rule':10}{'initial':>9}{'best':>9}{'last':>9}{'mean':>9}{'length':>9}"
           f"{'length_gap':>12}{'|net_advantage|':>17}")  # fmt: skip
     for world, rule in itertools.product(worlds, AGGREGATIONS):
         rows = []
@@ -1507,7 +1507,7 @@ def compare(config):
                 sum(gaps) / len(gaps), sum(abs(line["net_advantage"]) for line in lines) / len(lines),
             ])  # fmt: skip
         *accuracies, length, gap, net = torch.tensor(rows).mean(dim=0).tolist()
-        print(f"{world[-10:]:10}{rule:10}" + "".join(f"{a:9.3f}" for a in accuracies)
+        print(f"{world[-11:]:12}{rule:10}" + "".join(f"{a:9.3f}" for a in accuracies)
               + f"{length:9.1f}{gap:12.1f}{net:17.3f}")  # fmt: skip
     print(f"\npicture: {draw_rules(runs, Path('runs', 'compare.png'))}")
 
@@ -1518,10 +1518,12 @@ def parse(argv=None):
 
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = lambda message: fail(f"{message}; --help explains every flag")
     for name in ("preset", "resume", "model", "train_data"):
         first.add_argument(f"--{name}", default="")
     given, _ = first.parse_known_args(argv)
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = first.error
     if given.resume:
         path = Path(given.resume, "config.json")
         if not path.is_file():
