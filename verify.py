@@ -808,6 +808,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             env={name: os.environ[name] for name in keep if name in os.environ},  # no secrets
+            process_group=0,  # the terminal's Ctrl-C is the caller's to answer
         )
         self.ready, self.closed, self.unread, self.tasks = False, False, b"", 0
         self.row: int | None = None  # of the task at work
