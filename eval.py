@@ -602,6 +602,7 @@ def evaluate(options):
     todo = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
     turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in todo))}
     todo = [p for p in todo if turn[p[:2]] % world == rank]  # whole problems: they share a prefix
+    todo.sort(key=lambda p: len(wanted[p]["prompt_ids"]))  # batches with little padding
     if todo:
         longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in todo)
         engine = make_engine(kind, dtype, longest, tokenizer, device, options)
