@@ -640,6 +640,7 @@ def test_rules_are_drawn_in_their_own_colours_one_panel_per_world(tmp_path):
     assert is_drawn(path)
     pixels = matplotlib.image.imread(path)[..., :3]
     half = pixels.shape[1] // 2
+    assert len(set(evaluation.COLORS.values())) == 3
     for color in evaluation.COLORS.values():
         rgb = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         match = (abs(pixels - rgb) < 0.01).all(axis=-1)

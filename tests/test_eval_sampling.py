@@ -19,9 +19,12 @@ import grpo_ba
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def make_policy(run, cache_dir):
+def make_policy(tmp_path_factory, pytestconfig):
     """A run's checkpoint: a toy policy that was warmed up just long enough to guess, right or
-    wrong, in the world where a guess is right half the time."""
+    wrong, in the world where a guess is right half the time. Kept between test sessions."""
+    run = tmp_path_factory.mktemp("runs") / "guesser"
+    cache = getattr(pytestconfig, "cache", None)  # None with -p no:cacheprovider
+    cache_dir = cache.mkdir("toy_policies") if cache else run.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(grpo_ba.TOY, "clean_steps", 1)
         patch.setitem(grpo_ba.TOY, "mixture_steps", 60)
@@ -36,8 +39,8 @@ def make_policy(run, cache_dir):
 
 
 @pytest.fixture(scope="session")
-def policy(cache_dir, tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("runs") / "guesser", cache_dir)
+def policy(tmp_path_factory, pytestconfig):
+    return make_policy(tmp_path_factory, pytestconfig)
 
 
 def argv(policy, out, *more):

@@ -24,8 +24,8 @@ def run(policy, out, *more, script=(sys.executable,)):
 
 
 @pytest.fixture(scope="session")
-def policy(cache_dir, tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("runs") / "guesser", cache_dir)
+def policy(tmp_path_factory, pytestconfig):
+    return make_policy(tmp_path_factory, pytestconfig)
 
 
 @pytest.fixture(scope="session")
