@@ -774,7 +774,10 @@ def _serve() -> None:
     """A worker: reads a task a line from stdin, writes a verdict a line to what was stdout."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever prints must not write between the verdicts
-    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, resource.RLIM_INFINITY))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the caller's way with it may be inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for answer, gold in WARM_UP:
         math_equal(answer, gold)
     replies.write('"ready"\n')
@@ -851,7 +854,8 @@ class Verifier:
     def __init__(
         self, num_workers: int | None = None, timeout: float = 2.0, code_timeout: float = 6.0
     ):
-        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+        self.num_workers = num_workers or len(cores)
         if self.num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it takes at least one")
         self.timeout, self.code_timeout = timeout, code_timeout
@@ -907,7 +911,7 @@ class Verifier:
             task |= {"tests": tests, "func_name": problem.get("func_name")}
             return task | {"timeout": self.code_timeout, "seconds": seconds}
         golds = problem.get("answer")
-        golds = golds if isinstance(golds, list) else [golds]
+        golds = list(golds) if isinstance(golds, list | tuple) else [golds]
         if not golds or not all(isinstance(gold, str) and normalise(gold) for gold in golds):
             raise RowError(row, f"the gold answer is empty or not text: {problem.get('answer')!r}")
         return task | {"answer": golds, "timeout": self.timeout, "seconds": 4 * self.timeout}

@@ -17,6 +17,8 @@ from verify import Verifier
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 VERIFY = Path(verify.__file__)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
 PROGRAM = "```python\nprint(int(input()) + 1)\n```"
 TESTS = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
 
@@ -56,7 +58,7 @@ def ill(response, gold):
         open({str(flag)!r}, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     if "eat" in response:
-        return bytearray(1 << 40)
+        return bytearray(3 << 30)
     if "print" in response:
         print('{{"reward": 1.0}}', flush=True)
         os.write(1, b"garbage")
@@ -139,6 +141,8 @@ def test_a_hang_costs_its_deadline_and_no_more(hostile_worker):
         verdicts = pool.score([box(5), box("hang"), box(6), box("sleep"), box(5)], ["5"] * 5)
         assert time.monotonic() - begin < 10
     assert reasons(verdicts) == ["correct", "timeout", "wrong", "timeout", "correct"]
+    # The hang is ended by the kernel after its CPU seconds, the sleep by the parent.
+    assert [verdicts[1].detail, verdicts[3].detail] == ["over 0.5 s", "over 2 s"]
 
 
 def test_a_dead_worker_is_replaced_and_its_task_tried_again_once(hostile_worker):
@@ -319,6 +323,34 @@ def test_the_users_mistakes_are_one_sentence(tmp_path):
     for option in ("--workers", "--timeout", "--code-timeout"):
         assert run(tmp_path / "empty.jsonl", option, "0").returncode == 2
     assert "LiveCodeBench" in run("--help").stdout
+
+
+def test_ctrl_c_ends_the_batch_and_its_workers(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(VERIFY.parent)!r})
+from verify import Verifier
+with Verifier(1) as pool:
+    pool.score([r"\\boxed{{5}}"], ["5"])
+    print(pool.workers[0].process.pid, flush=True)
+    threading.Timer(1, os.killpg, (0, signal.SIGINT)).start()
+    program = "```python\\nwhile True: pass\\n```"
+    pool.score([program], [{{"tests": [{{"input": "", "output": "", "testtype": "stdin"}}]}}])
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert result.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert result.stderr.count("Traceback") == 1
+    assert not os.path.exists(f"/proc/{int(result.stdout)}")
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared cases")
