@@ -186,8 +186,7 @@ def check(c):
         path = Path(getattr(c, name))
         if path.suffix in FILE_FORMATS and not path.is_file():
             fail(f"--{name} {path}: there is no such file; give one that exists")
-    if c.engine == "vllm" and not importlib.util.find_spec("vllm"):
-        fail("--engine vllm: not installed; pip install -r requirements.txt vllm==0.32.0")
+    check_engine(c.engine)
     for tool in filter(None, c.report_to.split(",")):
         if tool not in ("tensorboard", "wandb") or not importlib.util.find_spec(tool):
             fail(f"--report_to {tool}: not installed; pip install {tool}, or leave the flag out")
@@ -195,6 +194,11 @@ def check(c):
         fail(f"--name {c.name}: must be a new folder name in runs/; choose another, or --resume it")
     if c.aggregation == "all" and (world > 1 or c.resume or c.name):
         fail("--aggregation all: names its own runs, in one process; leave out --name and --resume")
+
+
+def check_engine(kind):
+    if kind == "vllm" and not importlib.util.find_spec("vllm"):
+        fail("--engine vllm: not installed; pip install -r requirements.txt vllm==0.32.0")
 
 
 def world_size():
@@ -513,16 +517,16 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import vllm
 
-        self.vllm, self.stop_ids, self.cuda = vllm, stop_ids, torch.cuda.is_available()
+        self.vllm, self.stop_ids, cuda = vllm, stop_ids, torch.cuda.is_available()
         self.llm = vllm.LLM(
             model=os.path.expanduser(path),
             dtype=dtype,
             seed=seed,
             max_model_len=max_model_len,
             gpu_memory_utilization=memory_share,
-            enable_sleep_mode=self.cuda,
-            enforce_eager=not self.cuda,  # CUDA graphs are worth their memory; a CPU has none
-            enable_chunked_prefill=self.cuda,  # a CPU generator cannot take back a chunk's draw
+            enable_sleep_mode=cuda,
+            enforce_eager=not cuda,  # CUDA graphs are worth their memory; a CPU has none
+            enable_chunked_prefill=cuda,  # a CPU generator cannot take back a chunk's draw
             generation_config="vllm",  # not the checkpoint's sampling defaults
             logprobs_mode="processed_logprobs",  # after temperature: of the policy that samples
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
@@ -532,18 +536,16 @@ class VLLMEngine:
         """Wakes up and takes over the trainer's weights, in memory. Weights first and KV cache
         last, or both models and the cache would be there at once (vllm#15254). named_parameters
         names a tied lm_head once. Old prefixes are forgotten: they are another policy's."""
-        if self.cuda:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
+        self.llm.wake_up(tags=["weights"])  # frees torch's cached memory first
         weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.cuda:
-            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
     def sleep(self):
-        if self.cuda:
-            self.llm.sleep(level=2)  # drops weights and KV cache; load_weights brings them back
+        """Drops weights and KV cache; load_weights brings them back. (A CPU frees nothing, but goes
+        through the same motions.)"""
+        self.llm.sleep(level=2)
 
     def generate(self, prompts, n, sampling, seeds, progress=""):
         """As TransformersEngine.generate."""
