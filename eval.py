@@ -42,6 +42,7 @@ from grpo_ba import (
     TransformersEngine,
     VLLMEngine,
     arg,
+    check_engine,
     encode_prompt,
     fail,
     gold_text,
@@ -145,6 +146,7 @@ def check(options):
     o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name]
     if sum(map(bool, (o.model, o.responses, o.compare))) != 1:
         fail("give one of --model, --responses and --compare; python eval.py --help explains them")
+    check_engine(o.engine)
     for name in o.benchmarks:
         if name not in ALL:
             fail(f"--benchmarks {name}: unknown; choose from {', '.join(BENCHMARKS)}")
@@ -193,7 +195,7 @@ def load_benchmark(name, options=None):
     if options.data:
         rows, columns = read_rows(source)
     else:
-        where = f"{source}:{benchmark.config}"
+        where = f"{source}:{benchmark.config}".rstrip(":")
         rows, columns = read_rows(where, split=benchmark.split, revision=benchmark.revision)
     question, answer = benchmark.question, benchmark.answer
     if options.data and not {question, answer} <= columns:

@@ -507,6 +507,12 @@ def test_unknown_choices_and_flags_are_refused(argv, capsys):
     assert argv[0] in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_an_engine_that_is_not_installed_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    message = one_sentence(capsys, evaluation.check, evaluation.Options(model="m", engine="vllm"))
+    assert "pip install" in message
+
+
 def test_nothing_to_do_is_one_sentence_too(capsys):
     assert "--help" in one_sentence(capsys, evaluation.parse, [])
 

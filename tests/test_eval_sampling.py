@@ -85,6 +85,8 @@ def test_an_evaluation_scores_the_toy_and_leaves_its_files(whole):
         "settings", "task", "id", "sample", "prompt_hash", "problem_hash", "response", "extracted",
         "gold", "reward", "reason", "finish_reason", "tokens", "sampling", "model",
     }  # fmt: skip
+    texts = [{rows[str(i), sample]["response"] for sample in range(4)} for i in range(12)]
+    assert sum(map(len, texts)) > 24  # samples of one problem are independent
     rewards = [row["reward"] for row in rows.values()]
     assert results["score"] == pytest.approx(sum(rewards) / len(rewards))
     assert all((row["extracted"] == row["gold"]) == bool(row["reward"]) for row in rows.values())
