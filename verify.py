@@ -322,8 +322,8 @@ def _same_number(a: str, g: str) -> bool | None:
 UNITS = """cm centimeter centimetre | mm millimeter | km kilometer kilometre | meter metre
  | inch inche | foot feet ft | yard | mile mi | kg kilogram | gram | mg | lb pound | liter litre
  | ml | hour hr | minute min | second sec | day | week | month | year yr | degree deg | radian rad
- | dollar usd | cent | percent percentage pct | unit | hz | kcal | joule | newton | watt | volt | ev | mph | kmh
- | pm p.m | am a.m | square | cubic | sq | per"""
+ | dollar usd | cent | percent percentage pct | unit | hz | kcal | joule | newton | watt | volt
+ | ev | mph | kmh | pm p.m | am a.m | square | cubic | sq | per"""
 UNITS = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
 LETTERS = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter", "in": "inch"}
 _UNIT = "|".join(sorted(map(re.escape, UNITS | LETTERS), key=len, reverse=True))
@@ -1314,8 +1314,8 @@ def _run(source, stdin, timeout, function=None, args=(), namespaces=True):
 
 
 def _exchange(stdin, text, pipes, timeout):
-    """Write `text` to stdin and read the pipes until all are closed, as they are when the supervisor
-    has ended -> (why it was cut short or None, what was read)."""
+    """Write `text` to stdin and read the pipes until all are closed, which the supervisor's end
+    does -> (why it was cut short or None, what was read)."""
     text, received = memoryview(text), {pipe: bytearray() for pipe in pipes}
     started, deadline = False, time.monotonic() + LAUNCH_SECONDS
     with selectors.DefaultSelector() as selector:
