@@ -534,10 +534,11 @@ class VLLMEngine:
 
     def load_weights(self, model):
         """Wakes up and takes over the trainer's weights, in memory. Weights first and KV cache
-        last, or both models and the cache would be there at once (vllm#15254). named_parameters
-        names a tied lm_head once. Old prefixes are forgotten: they are another policy's."""
+        last, or both models and the cache would be there at once (vllm#15254). A tied lm_head goes
+        by both its names: a CPU keeps a repacked copy of it, which would stay as it was. Old
+        prefixes are forgotten: they are another policy's."""
         self.llm.wake_up(tags=["weights"])  # frees torch's cached memory first
-        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        weights = iter(model.state_dict().items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
