@@ -1,0 +1,122 @@
+"""Fixtures: a tiny Qwen3, responses made by hand, and one warmed-up toy policy for all tests."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test needs the network
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pytest
+import torch
+
+import grpo_ba
+from verify import verify_math
+
+torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3():
+    """Makes Qwen3s with a few hundred random weights, large enough for sharp distributions."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def make(vocab=11, dtype=torch.float64, tied=True, seed=0):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=vocab, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
+            tie_word_embeddings=tied, initializer_range=0.5, bos_token_id=None, eos_token_id=0,
+            pad_token_id=0,
+        )  # fmt: skip
+        return Qwen3ForCausalLM(config).to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_responses():
+    """Makes responses of given lengths, group by group. Token 0 is EOS and padding at once; every
+    other response ends with it, the others are cut."""
+
+    def make(lengths, vocab=11, seed=0):
+        rng, responses = torch.Generator().manual_seed(seed), []
+        for group in lengths:
+            prompt = torch.randint(vocab, (2 + len(responses) % 4,), generator=rng)
+            for length in group:
+                ids = torch.randint(vocab, (length,), generator=rng)
+                stops = length > 0 and len(responses) % 2 == 0
+                if stops:
+                    ids[-1] = 0
+                logprobs = -3 * torch.rand(length, generator=rng)
+                reason = "stop" if stops else "length"
+                responses.append(grpo_ba.Response(prompt, ids, logprobs, reason))
+        return responses
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ascii_tokenizer():
+    """Makes tokenizers with a token per character, special tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    def make(chat_template, special=("<pad>", "<eos>")):
+        characters = [*special, "\n", *map(chr, range(32, 127))]
+        vocab = {character: i for i, character in enumerate(characters)}
+        backend = Tokenizer(models.BPE(vocab, merges=[]))
+        backend.decoder = decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token=special[0], eos_token=special[1],
+            extra_special_tokens=list(special),
+        )  # fmt: skip
+        tokenizer.chat_template = chat_template
+        return tokenizer
+
+    return make
+
+
+TOY = grpo_ba.TOY | {"mixture_steps": 60}  # of 200: it adds as well, its styles are less even
+
+
+@pytest.fixture(scope="session")
+def toy(request, tmp_path_factory):
+    """The folder of a toy policy of the default world, in a cache that test sessions share."""
+    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
+    folder = cache.mkdir("toy_policies") if cache else tmp_path_factory.mktemp("toy_policies")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_ba, "TOY", TOY)
+        return Path(grpo_ba.toy_policy(grpo_ba.Config(cache_dir=str(folder))))
+
+
+class VerifierInProcess:
+    """verify.py's verdicts without its worker processes, which take seconds to start."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def score(self, responses, problems):
+        return [verify_math(r, p["answer"]) for r, p in zip(responses, problems, strict=True)]
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, toy):
+    """An empty working directory; returns what runs `grpo_ba.py ARGS` in this process, with the
+    toy policy and without worker processes, and returns the run's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo_ba, "TOY", TOY)
+    monkeypatch.setattr(grpo_ba, "Verifier", VerifierInProcess)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*args):
+        argv = ["--preset", "toy", "--cache_dir", toy.parent, *args]
+        return tmp_path / grpo_ba.train(grpo_ba.parse(list(map(str, argv))))
+
+    yield run
+    signal.signal(signal.SIGINT, handler)  # a run that a test let crash kept its own
