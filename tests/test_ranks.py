@@ -35,22 +35,20 @@ for job in json.loads(sys.argv[1]):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def make_folder(folder):
+    """Puts a random tiny Qwen3, nine problems and the driver into a folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     import grpo_ba
 
-    folder = tmp_path_factory.mktemp("ranks")
-    tokenizer = grpo_ba.toy_tokenizer()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
+        vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
         tie_word_embeddings=True, initializer_range=0.1, eos_token_id=1, bos_token_id=None,
     ))  # fmt: skip
     model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    grpo_ba.toy_tokenizer().save_pretrained(folder / "model")
     problems = [{"problem": f"a{i}b{i + 1}?", "answer": str(i)} for i in range(9)]
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
     (folder / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
@@ -89,8 +87,9 @@ def metrics(folder, name):
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
+def runs(tmp_path_factory):
     """All runs of this file that are meant to end well, in two launches."""
+    folder = make_folder(tmp_path_factory.mktemp("ranks"))
     one = start(folder, 1, {"name": "one", "steps": 3})
     two = start(
         folder, 2,
