@@ -57,7 +57,6 @@ from grpo_ba import (
     setup_distributed,
     stop_token_ids,
     toy_problems,
-    world_size,
     write_atomic,
 )
 from verify import Verifier, extract_answer
@@ -143,7 +142,7 @@ class Options:
 def check(options):
     """Refuses what cannot work before anything is loaded."""
     o = options
-    o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name]
+    o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name] or [""]
     if sum(map(bool, (o.model, o.responses, o.compare))) != 1:
         fail("give one of --model, --responses and --compare; python eval.py --help explains them")
     check_engine(o.engine)
@@ -601,16 +600,21 @@ def evaluate(options):
     if world > 1:
         dist.barrier()
     done = read_samples(folder, digest(settings))
-    todo = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
-    turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in todo))}
-    todo = [p for p in todo if turn[p[:2]] % world == rank]  # whole problems: they share a prefix
-    todo.sort(key=lambda p: len(wanted[p]["prompt_ids"]))  # batches with little padding
-    if todo:
-        longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in todo)
+    missing = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
+    if missing:  # on every rank, even if its share is empty: vLLM's start is a common act
+        longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in missing)
         engine = make_engine(kind, dtype, longest, tokenizer, device, options)
+        turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in missing))}
+        share = [p for p in missing if turn[p[:2]] % world == rank]  # whole problems
+        share.sort(key=lambda p: len(wanted[p]["prompt_ids"]))  # batches with little padding
         part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
-        common = {"settings": digest(settings), "sampling": asdict(sampling)}
-        sample_and_score(todo, wanted, engine, tokenizer, sampling, common, part, options)
+        common = {
+            "settings": digest(settings),
+            "sampling": asdict(sampling),
+            "model": options.model,
+        }
+        sample_and_score({p: wanted[p] for p in share}, engine, tokenizer, sampling, common, part,
+                         options, rank, world)  # fmt: skip
     if world > 1:
         dist.barrier()
     if rank == 0:
@@ -621,26 +625,25 @@ def evaluate(options):
         finish(folder, asdict(options) | settings, summaries)
 
 
-def sample_and_score(todo, problems, engine, tokenizer, sampling, common, path, options):
-    """Appends a row to `path` for every place of `todo`, a batch at a time."""
-    rank, world = (dist.get_rank(), world_size()) if world_size() > 1 else (0, 1)
+def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, rank, world):
+    """Appends a row to `path` for every {place: problem} of `todo`, a batch at a time."""
     workers = max(1, (os.cpu_count() or 1) // world)  # an overloaded machine makes programs late
-    right, bar = 0.0, tqdm(total=len(todo), unit="sample", disable=rank > 0)
+    places, right = list(todo), 0.0
+    bar = tqdm(total=len(todo), unit="sample", disable=rank > 0)
     with Verifier(workers) as verifier, bar:
-        for start in range(0, len(todo), options.batch_size):
-            batch = todo[start : start + options.batch_size]
-            prompts = [problems[p]["prompt_ids"] for p in batch]
+        for start in range(0, len(places), options.batch_size):
+            batch = places[start : start + options.batch_size]
+            prompts = [todo[p]["prompt_ids"] for p in batch]
             seeds = [sample_seed(options.seed, "eval", *p[:3]) for p in batch]
             label = "" if rank else batch[0][0]
             responses = engine.generate(prompts, 1, sampling, seeds, label)
             texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-            verdicts = verifier.score(texts, [with_tests(problems[p]) for p in batch])
+            verdicts = verifier.score(texts, [with_tests(todo[p]) for p in batch])
             rows = [
                 common
                 | dict(zip(PLACE, p))
-                | verdict_fields(problems[p], text, verdict)
+                | verdict_fields(todo[p], text, verdict)
                 | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
-                | {"model": options.model}
                 for p, response, text, verdict in zip(batch, responses, texts, verdicts)
             ]
             append_lines(path, rows)

@@ -483,6 +483,7 @@ def test_replay_agrees_with_the_labels_of_the_math_cases(tmp_path):
     ("argv", "said"),
     [
         (["--benchmarks", "aime26"], "aime26"),
+        (["--benchmarks", ","], "choose from math500"),
         (["--benchmarks", "math500,aime26"], "choose from math500, aime24"),
         (["--samples", "4", "--pass_k", "8"], "raise --samples"),
         (["--benchmarks", "math500", "aime24", "--pass_k", "8"], "samples, here 4"),

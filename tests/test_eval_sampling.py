@@ -168,6 +168,7 @@ def test_an_evaluation_killed_in_the_middle_resumes_to_the_same_results(
     process.wait()
     kept = path.read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
+    assert lines <= kept.count(b"\n") < 48  # every batch was written when it was done
     with open(path, "ab") as file:
         file.write(b'{"task": "toy", "id": "11", "samp')  # the line that death cut off
     assert evaluate(policy, tmp_path) == whole[0]
@@ -198,6 +199,7 @@ def test_two_ranks_give_the_results_of_one(whole, policy, tmp_path):
     assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [
         "results.json", "results.md", "samples.jsonl",
     ]  # fmt: skip
+    assert (tmp_path / "eval/samples.jsonl").read_bytes().count(b"\n") == 48  # the work was split
     assert samples(tmp_path).keys() == whole[1].keys()
 
 
