@@ -925,6 +925,36 @@ def draw_rules(runs: dict[str, dict[str, list[Path]]], path: Path) -> Path:
     return save_figure(figure, path)
 
 
+def rules_table(runs: dict[str, dict[str, list[Path]]]) -> str:
+    """The same runs as numbers, means over seeds: accuracy (`mean` is over the whole training, by
+    the trapezoid rule), then means over steps."""
+    header = ["world", "rule", "initial", "best", "last", "mean"]
+    header += ["length", "length gap", "abs(net advantage)"]
+    table = []
+    for world, rules in runs.items():
+        for rule, folders in rules.items():
+            rows = []
+            for folder in folders:
+                x, y = accuracy_curve(folder)
+                area = sum((b - a) * (c + d) / 2 for a, b, c, d in zip(x, x[1:], y, y[1:]))
+                scores = (
+                    [y[0], max(y), y[-1], area / (x[-1] - x[0])] if len(x) > 1 else [math.nan] * 4
+                )
+                steps = read_run(folder)[1]
+                gaps = [step["length_gap"] for step in steps]
+                net = [abs(step["net_advantage"]) for step in steps]
+                lengths = [step["length"] for step in steps]
+                rows.append([*scores, mean(lengths), mean(gaps) or 0.0, mean(net)])
+            *scores, length, gap, net = map(mean, zip(*rows))
+            cells = [f"{score:.3f}" for score in scores] + [
+                f"{length:.1f}",
+                f"{gap:+.1f}",
+                f"{net:.3f}",
+            ]
+            table.append([world, rule, *cells])
+    return markdown(header, table)
+
+
 def draw_compare(results, curves, path):
     """compare.png: {task: {run: summary}} as bars with 95% intervals; beside it, where training
     evaluated along the way, best against last accuracy: how stable the run was."""

@@ -1487,32 +1487,14 @@ def toy_policy(config):
 
 
 def compare(config):
-    from eval import accuracy_curve, draw_rules
-
     worlds = [config.train_data] if config.model else ["rambler", "guesser"]
     runs = {world: {rule: [] for rule in AGGREGATIONS} for world in worlds}
     for world, rule, seed in itertools.product(worlds, AGGREGATIONS, range(config.toy_seeds)):
         one = replace(config, aggregation=rule, seed=config.seed + seed)
         runs[world][rule].append(train(one if config.model else replace(one, toy_world=world)))
+    from eval import draw_rules, rules_table
 
-    print(f"\nheld-out accuracy and lengths, means over {config.toy_seeds} seed(s)")
-    print(f"{'world':12}{'rule':10}{'initial':>9}{'best':>9}{'last':>9}{'mean':>9}{'length':>9}"
-          f"{'length_gap':>12}{'|net_advantage|':>17}")  # fmt: skip
-    for world, rule in itertools.product(worlds, AGGREGATIONS):
-        rows = []
-        for folder in runs[world][rule]:
-            x, y = map(torch.tensor, accuracy_curve(folder))
-            mean = torch.trapezoid(y, x) / (x[-1] - x[0]) if len(x) > 1 else y.mean()
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-            gaps = [line["length_gap"] for line in lines if line["length_gap"] is not None] or [0]
-            rows.append([
-                y[0], y.max(), y[-1], mean, sum(line["length"] for line in lines) / len(lines),
-                sum(gaps) / len(gaps), sum(abs(line["net_advantage"]) for line in lines) / len(lines),
-            ])  # fmt: skip
-        *accuracies, length, gap, net = torch.tensor(rows).mean(dim=0).tolist()
-        print(f"{world[-11:]:12}{rule:10}" + "".join(f"{a:9.3f}" for a in accuracies)
-              + f"{length:9.1f}{gap:12.1f}{net:17.3f}")  # fmt: skip
-    print(f"\npicture: {draw_rules(runs, Path('runs', 'compare.png'))}")
+    print(f"\n{rules_table(runs)}\n\npicture: {draw_rules(runs, Path('runs', 'compare.png'))}")
 
 
 def parse(argv=None):
