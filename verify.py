@@ -724,8 +724,8 @@ def _compare(answer: str, gold: str) -> tuple[bool, str]:
         return False, f"{len(answer)} characters"
     try:
         return _same(normalise(answer), normalise(gold)), ""
-    except (Unparseable, RecursionError) as error:
-        return False, str(error) or "nested too deeply"
+    except (Unparseable, RecursionError, ValueError, ArithmeticError) as error:
+        return False, str(error)[:200] or type(error).__name__
 
 
 def verify_math(response: str, gold: str | list[str]) -> Verdict:

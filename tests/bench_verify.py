@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 import math_verify
 
 import verify
-
 from verify import Verifier, verify_code, verify_math
 
 DATA = ROOT.parent / "shared/data"
