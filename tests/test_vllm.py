@@ -31,7 +31,7 @@ def engine(folder):
     """One engine for all tests in this process; each test pushes the weights it wants."""
     path = str(folder / "model")
     stop_ids = grpo_ba.stop_token_ids(path, grpo_ba.load_tokenizer(path))
-    return grpo_ba.VLLMEngine(path, stop_ids, max_model_len=64, dtype="float32")
+    return grpo_ba.VLLMEngine(path, stop_ids, max_model_len=512, dtype="float32")
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_a_push_reaches_every_parameter(engine, model):
 
 
 def test_the_prefix_cache_forgets_old_weights(engine, model):
-    """vLLM caches whole blocks of a prompt: this one is several blocks long on any platform."""
-    prompt, sampling = [5 + i % 40 for i in range(56)], Sampling(max_tokens=8)
+    """vLLM caches whole blocks of a prompt, 128 tokens each on a CPU."""
+    prompt, sampling = [5 + i % 40 for i in range(400)], Sampling(max_tokens=8)
     engine.generate([prompt], 2, sampling, [0, 1])
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
