@@ -140,7 +140,7 @@ DAPO = "--train_data open-r1/DAPO-Math-17k-Processed:all"
 POLARIS = "--train_data POLARIS-Project/Polaris-Dataset-53K"
 PRESETS = {
     "toy": "--max_prompt_tokens 64 --max_response_tokens 200 --prompts_per_step 8 --minibatches 2 "
-    "--steps 24 --lr 2e-4 --eval_every 4 --save_every 4 --micro_batch_tokens 1024 --logprob_chunk 0 "
+    "--steps 40 --lr 2e-4 --eval_every 4 --save_every 4 --micro_batch_tokens 1024 --logprob_chunk 0 "
     "--instruction none",
     "small": "--steps 20 --lr 5e-6 --eval_every 5 --eval_problems 32 --save_every 5",
     "qwen3-1.7b-dapo": QWEN3 + DAPO,
