@@ -32,6 +32,7 @@ common = dict(model="model", train_data="problems.jsonl", preset="small", prompt
               micro_batch_tokens=1100, save_every=100, engine="transformers")
 for job in json.loads(sys.argv[1]):
     grpo_ba.train(grpo_ba.Config(**{{**common, **job}}))
+grpo_ba.leave_distributed()
 """
 
 
