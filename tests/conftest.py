@@ -79,7 +79,7 @@ def ascii_tokenizer():
     return make
 
 
-TOY = grpo_ba.TOY | {"mixture_steps": 60}  # of 200: it adds as well, its styles are less even
+TOY = grpo_ba.TOY | {"mixture_steps": 120}  # of 200, as seconds count
 
 
 @pytest.fixture(scope="session")

@@ -91,12 +91,12 @@ def mistake(capsys, action, *args):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_toy_policy_learns_under_each_rule(workspace, rule):
     run = workspace(
-        "--aggregation", rule, "--steps", 12, "--prompts_per_step", 6, "--eval_every", 100,
-        "--eval_problems", 100, "--save_every", 100,
+        "--aggregation", rule, "--steps", 12, "--eval_every", 100, "--eval_problems", 100,
+        "--save_every", 100,
     )  # fmt: skip
     metrics = read_metrics(run)
     assert metrics[0]["eval_accuracy"] < 0.15
-    assert metrics[-1]["eval_accuracy"] > 0.4  # .62 to .79 with the three rules and two seeds
+    assert metrics[-1]["eval_accuracy"] > 0.4  # .72 to .83 was seen
     rewards = [line["reward"] for line in metrics]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.3
 
@@ -363,6 +363,10 @@ CRASHES = ("--steps", 2, "--save_every", 1, "--prompts_per_step", 2, "--max_resp
 
 def test_a_crash_at_any_file_operation_is_made_good(workspace, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "draw_curves", lambda run: run)
+    verdicts = [verify.Verdict(1.0, "correct"), verify.Verdict(0.0, "wrong")]  # there is a gradient
+    monkeypatch.setattr(
+        grpo_ba.Verifier, "score", lambda _, texts, __: verdicts * (len(texts) // 2)
+    )
     with monkeypatch.context() as patch:
         calls = crash_at(patch, 0)
         whole = workspace(*SMALL, *CRASHES, "--name", "whole")
