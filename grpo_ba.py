@@ -153,18 +153,14 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arro
 
 def check(c):
     """Refuses what cannot work, before anything is loaded."""
-    ranges = (
+    counts = "prompts_per_step minibatches epochs steps eval_every eval_problems save_every "
+    counts += "toy_seeds max_prompt_tokens max_response_tokens rollout_rows"
+    for words, least, names in (
         ("at least 2", 2, "group_size"),
-        ("at least 1", 1, "prompts_per_step minibatches epochs steps eval_every eval_problems"),
-        (
-            "at least 1",
-            1,
-            "save_every toy_seeds max_prompt_tokens max_response_tokens rollout_rows",
-        ),
+        ("at least 1", 1, counts),
         ("0 or more", 0, "seed lr lr_warmup_steps weight_decay tis_cap logprob_chunk"),
         ("more than 0", 1e-9, "temperature max_grad_norm clip_low clip_high vllm_memory"),
-    )
-    for words, least, names in ranges:
+    ):
         for name in names.split():
             if not least <= getattr(c, name) < math.inf:
                 fail(f"--{name} {getattr(c, name)}: must be {words}")
@@ -252,10 +248,8 @@ def load_problems(source, excluded=frozenset()):
         if {"prompt", "solution"} <= columns:
             text, row = row["prompt"], {"answer": row["solution"]}
         elif {"prompt", "reward_model"} <= columns:
-            whole, row = (
-                row["prompt"][-1]["content"],
-                {"answer": row["reward_model"]["ground_truth"]},
-            )
+            whole = row["prompt"][-1]["content"]
+            row = {"answer": row["reward_model"]["ground_truth"]}
             # Not lstrip, which takes a SET of characters and eats into the problem.
             text = whole.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
             untouched += text == whole
@@ -491,20 +485,15 @@ class TransformersEngine:
 
 def sampling_filters(sampling):
     """top-k, top-p and min-p, in vLLM's order; training uses none of them."""
-    from transformers import (
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    import transformers as hf
 
-    filters = LogitsProcessorList()
+    filters = hf.LogitsProcessorList()
     if sampling.min_p > 0:
-        filters.append(MinPLogitsWarper(sampling.min_p))
+        filters.append(hf.MinPLogitsWarper(sampling.min_p))
     if sampling.top_k > 0:
-        filters.append(TopKLogitsWarper(sampling.top_k))
+        filters.append(hf.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        filters.append(TopPLogitsWarper(sampling.top_p))
+        filters.append(hf.TopPLogitsWarper(sampling.top_p))
     return filters
 
 
@@ -565,14 +554,12 @@ class VLLMEngine:
             params,
             use_tqdm=partial(tqdm, leave=False, delay=2) if progress else False,
         )
-        responses = []
-        for prompt, output in zip(repeated, outputs, strict=True):
-            sampled = output.outputs[0]
-            responses.append(
-                Response(torch.tensor(prompt), torch.tensor(list(sampled.token_ids)),
-                         torch.tensor(sampled.logprobs.logprobs), sampled.finish_reason)
-            )  # fmt: skip
-        return responses
+        sampled = [output.outputs[0] for output in outputs]
+        return [
+            Response(torch.tensor(prompt), torch.tensor(list(one.token_ids)),
+                     torch.tensor(one.logprobs.logprobs), one.finish_reason)
+            for prompt, one in zip(repeated, sampled, strict=True)
+        ]  # fmt: skip
 
 
 def pick_engine(kind):
@@ -1226,6 +1213,9 @@ def train(config):
             groups = map(gather_groups, (rewards, advantages, lengths, weights, cut))
             metrics = {"step": step, "eval_accuracy": accuracy, "lr": lr}
             metrics |= group_metrics(*groups) | trained | stopwatch.seconds
+            # Of every token, where `entropy` is exact, but of the trained ones alone.
+            surprise = -sum(r.logprobs.sum().item() for r in responses)
+            metrics["entropy_sampled"] = over_ranks(surprise, device) / metrics["tokens"]
             stop = over_ranks(len(interrupted), device) > 0
             if run:
                 run.log(metrics, some_groups(step, batch[:2], responses, texts, rewards))
@@ -1237,7 +1227,7 @@ def train(config):
             bar.update()
             bar.set_postfix_str(
                 f"reward {metrics['reward']:.3f}, length {metrics['length']:.0f}, "
-                f"entropy {metrics['entropy'] or math.nan:.2f}"
+                f"entropy {metrics['entropy_sampled']:.2f}"
             )
             if stop and not last:
                 bar.close()
@@ -1524,7 +1514,10 @@ def parse(argv=None):
         preset = given.preset or ("small" if given.model else by_hardware)
         if preset not in PRESETS:
             fail(f"--preset {preset}: unknown; choose one of {', '.join(PRESETS)}")
-        if Path(given.train_data).is_file():  # your data: the preset's evaluation sets go too
+        if Path(given.train_data).is_file() and "--eval_data" in PRESETS[preset]:
+            print0(
+                "--train_data is a local file: the preset's hub sets for evaluation are left out"
+            )
             argv = ["--eval_data", "", "--exclude_data", "", *argv]
         argv = ["--preset", preset, *PRESETS[preset].split(), *argv]
     config = Config(**vars(parser.parse_args(argv)))
