@@ -614,7 +614,7 @@ def evaluate(options):
             "model": options.model,
         }
         sample_and_score({p: wanted[p] for p in share}, engine, tokenizer, sampling, common, part,
-                         options, rank, world)  # fmt: skip
+                         options, rank)  # fmt: skip
     if world > 1:
         dist.barrier()
     if rank == 0:
@@ -625,12 +625,11 @@ def evaluate(options):
         finish(folder, asdict(options) | settings, summaries)
 
 
-def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, rank, world):
+def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, rank):
     """Appends a row to `path` for every {place: problem} of `todo`, a batch at a time."""
-    workers = max(1, (os.cpu_count() or 1) // world)  # an overloaded machine makes programs late
     places, right = list(todo), 0.0
     bar = tqdm(total=len(todo), unit="sample", disable=rank > 0)
-    with Verifier(workers) as verifier, bar:
+    with Verifier() as verifier, bar:
         for start in range(0, len(places), options.batch_size):
             batch = places[start : start + options.batch_size]
             prompts = [todo[p]["prompt_ids"] for p in batch]

@@ -113,7 +113,10 @@ NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 END = r"(?![A-Za-z])"
 THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_ANSWER = r"(?i:(?:the )?(?:final )?answer(?: is)?\s*:?\s*)"
 SPELLING = [  # (pattern, replacement), in this order
+    (r"\\(?:text)?color\s*\{\w*\}", ""),
+    (rf"^\\text\{{\s*{_ANSWER}\}}|^{_ANSWER}|(?<=^\\text\{{){_ANSWER}", ""),
     (r"\\(?:left|right)\s*\.|\\\$|[$\"€£¥]|(?<!\\)\\[()\[\]]", ""),
     (rf"\^\s*\{{?\s*\\(?:circ|degree)\s*\}}?\s*[CF]?{END}", " "),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
@@ -130,7 +133,7 @@ SPELLING = [  # (pattern, replacement), in this order
     (r">=", r"\\ge "),
     (r"!=", r"\\ne "),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-    (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", lambda m: _repeating(*m.groups())),
+    (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", lambda m: _repeating(*m.groups())),
     (r"(?<=\d)\s*(?:\^\s*\{(?:\s*\\prime)+\s*\}|'+)$", ""),  # minutes and seconds of arc
     (r"'", r"^{\\prime}"),  # the parser drops x'
     (rf"\\text\{{\s*[Ii]nfinity\s*\}}|(?<![A-Za-z\\])(?:[Ii]nfinity|inf){END}", r"\\infty "),
@@ -440,6 +443,8 @@ def _same_relation(a: str, a_relation: tuple, g: str, g_relation: tuple) -> bool
         zero = (_number(g) or [None])[0] == 0
         while len(a_sides) > 1 and (_is_name(a_sides[0]) or not zero and _is_name(a_sides[0], SUM)):
             a_sides = a_sides[1:]
+        if len(a_sides) == 2 and _is_name(a_sides[1]):  # 5 = x
+            a_sides = a_sides[:1]
         if len(a_sides) == 2 and a_signs[-1] == r"\approx":
             claim = _rounds_to(*a_sides) or _rounds_to(*a_sides[::-1])
             return claim and any(_same(side, g) for side in a_sides)
@@ -855,7 +860,8 @@ class Verifier:
         self, num_workers: int | None = None, timeout: float = 2.0, code_timeout: float = 6.0
     ):
         cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-        self.num_workers = num_workers or len(cores)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's share the machine
+        self.num_workers = num_workers or max(1, len(cores) // ranks)
         if self.num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it takes at least one")
         self.timeout, self.code_timeout = timeout, code_timeout

@@ -127,6 +127,13 @@ def test_bad_data_is_an_error_that_names_the_row(verifier, response, problem, co
     assert reasons(verifier.score([box(5)], ["5"])) == ["correct"]  # and the pool lives on
 
 
+def test_the_ranks_of_torchrun_share_the_cores(monkeypatch):
+    alone = Verifier().num_workers
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Verifier().num_workers == max(1, alone // 2)
+    assert Verifier(3).num_workers == 3
+
+
 def test_lengths_must_agree(verifier):
     with pytest.raises(ValueError, match="2 responses for 1 problem"):
         verifier.score([box(5)] * 2, ["5"])
