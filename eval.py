@@ -42,10 +42,11 @@ from grpo_ba import (
     TransformersEngine,
     VLLMEngine,
     arg,
+    bad_flag,
     check_engine,
     encode_prompt,
-    fail,
     gold_text,
+    hush_libraries,
     leave_distributed,
     load_from_hub,
     load_policy,
@@ -59,7 +60,7 @@ from grpo_ba import (
     toy_problems,
     write_atomic,
 )
-from verify import Verifier, extract_answer
+from verify import Verifier, extract_answer, fail
 
 # ----------------------------------------------------------------------------------------
 # 1. Benchmarks and settings. The revisions are those that public evaluations pin (none was found
@@ -995,16 +996,15 @@ def parse(argv=None):
         Options, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
+    parser.error = bad_flag
     options = Options(**vars(parser.parse_args(argv)))
     check(options)
     return options
 
 
 def main():
-    from transformers.utils.logging import disable_progress_bar
-
     options = parse()
-    disable_progress_bar()  # transformers' own, of loading weights
+    hush_libraries()
     try:
         action = compare if options.compare else replay if options.responses else evaluate
         action(options)

@@ -48,14 +48,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from verify import Verifier
-
-
-def fail(message):
-    """A user's mistake: one sentence that names the field, the value and the mend; exit status 2."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
+from verify import Verifier, fail
 
 # ----------------------------------------------------------------------------------------
 # 1. Config: every knob with one line of help; `--preset` names a set of flags, and the flags given
@@ -231,7 +224,8 @@ def read_rows(source, split="train", revision=None):
     except Exception as error:  # noqa: BLE001 - datasets raises a dozen kinds; all mean this
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         fail(f"data {source}: cannot be read ({reason}); give a local .jsonl, .json, .parquet or "
-             ".arrow file with columns problem and answer, or a hub id that can be reached")  # fmt: skip
+             ".arrow file with columns problem and answer (eval.py: --data DIR), or a hub id that "
+             "can be reached")  # fmt: skip
     return data, set(data.column_names)
 
 
@@ -313,7 +307,7 @@ def load_from_hub(cls, path, **kwargs):
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
         fail(f"--model {path}: cannot be loaded ({reason}); give --model the folder of a transformers "
-             "checkpoint and --train_data a local file, or hub ids that can be reached")  # fmt: skip
+             "checkpoint (and --train_data or --data local files), or hub ids that can be reached")  # fmt: skip
 
 
 def encode_prompt(tokenizer, problem, instruction="suffix", enable_thinking=False):
@@ -1498,12 +1492,12 @@ def parse(argv=None):
 
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.error = lambda message: fail(f"{message}; --help explains every flag")
+    first.error = bad_flag
     for name in ("preset", "resume", "model", "train_data"):
         first.add_argument(f"--{name}", default="")
     given, _ = first.parse_known_args(argv)
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = first.error
+    parser.error = bad_flag
     if given.resume:
         path = Path(given.resume, "config.json")
         if not path.is_file():
@@ -1525,13 +1519,21 @@ def parse(argv=None):
     return config
 
 
-def main():
-    config = parse()
+def bad_flag(message):
+    fail(f"{message}; --help explains every flag")
+
+
+def hush_libraries():
     from huggingface_hub.utils.logging import set_verbosity_error
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # of loading weights
     set_verbosity_error()  # our one sentence, not its ten on retries
+
+
+def main():
+    config = parse()
+    hush_libraries()
     try:
         if config.aggregation == "all":
             compare(config)

@@ -46,6 +46,12 @@ class Verdict:
     detail: str = ""
 
 
+def fail(message: str):
+    """A user's mistake: one sentence that names the field, the value and the mend; exit status 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 # ----------------------------------------------------------------------------------------
 # 1. What is a right answer. Structure is decided here, on the text: numbers, words, lists,
 #    tuples, intervals, relations. math-verify's parser reads the algebra that is left, and two
@@ -1556,11 +1562,6 @@ def verify_code(
 
 # ----------------------------------------------------------------------------------------
 # 4. The command line.
-
-
-def fail(message: str):
-    print(message, file=sys.stderr)
-    sys.exit(2)
 
 
 def read_rows(path: Path) -> tuple[list[dict], list[int]]:
