@@ -1,5 +1,6 @@
 """Whole runs of grpo_ba.py with the toy policy: learning, files, crashes, Ctrl-C, user's mistakes."""
 
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -301,6 +303,22 @@ def test_all_rules_are_compared_on_a_model_and_data_of_ones_own(workspace, toy, 
     assert len({line["reward"] for line in first}) == len({line["tokens"] for line in first}) == 1
     assert len({line["eval_accuracy"] for line in first}) == 1
     assert_same_tensors(*(read_lines(run / "samples.jsonl")[0] for run in runs[:2]))
+
+
+def test_the_toy_compares_all_rules_in_both_worlds_with_the_same_seeds(monkeypatch, tmp_path):
+    trained = []
+    monkeypatch.setattr(grpo_ba, "train", lambda config: trained.append(config) or tmp_path)
+    monkeypatch.setattr(evaluation, "rules_table", lambda runs: None)
+    monkeypatch.setattr(evaluation, "draw_rules", lambda runs, path: drawn.update(runs))
+    drawn = {}
+    flags = "--preset toy --aggregation all --toy_seeds 2 --seed 5 --steps 3"
+    grpo_ba.compare(grpo_ba.parse(flags.split()))
+    runs = {(config.toy_world, config.aggregation, config.seed) for config in trained}
+    assert len(trained) == 12
+    assert runs == set(itertools.product(("rambler", "guesser"), RULES, (5, 6)))
+    assert len({replace(c, toy_world="", aggregation="", seed=0).__repr__() for c in trained}) == 1
+    assert {world: {rule: len(seeds) for rule, seeds in rules.items()} for world, rules in
+            drawn.items()} == dict.fromkeys(("rambler", "guesser"), dict.fromkeys(RULES, 2))  # fmt: skip
 
 
 def test_the_toys_held_out_problems_are_never_trained_on(monkeypatch):
