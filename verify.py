@@ -506,7 +506,7 @@ def _same_text(a: str, g: str) -> bool | None:
     a_base, g_base = BASE.fullmatch(_key(a)), BASE.fullmatch(_key(g))
     if a_base or g_base:
         return bool(a_base and g_base) and a_base.groups() == g_base.groups()
-    if re.search(r"(?<![_^{])\s*\\text", g) or re.fullmatch("[A-Za-z ]{4,}", g):
+    if re.search(r"(?<![_^{])\s*\\text", g) or re.fullmatch("[A-Za-z ]{4,}|(?i:yes|no|odd)", g):
         return _words(a) == _words(g)
     return None
 
