@@ -1330,7 +1330,7 @@ TOY_CHARACTERS = "abcdehimotwx0123456789?=,{}\\ "
 TOY = {
     "hidden": 128, "layers": 2, "intermediate": 256, "heads": 4, "kv_heads": 2, "vocab": 48,
     "init": 0.08,  # essential: at the usual 0.02 it does not learn to add
-    "batch": 32, "lr": 3e-3, "clean_steps": 400, "clean_loss": 0.01, "mixture_steps": 200,
+    "batch": 24, "lr": 3e-3, "clean_steps": 400, "clean_loss": 0.01, "mixture_steps": 350,
 }  # fmt: skip
 
 
