@@ -129,7 +129,7 @@ class Options:
     pass_k: list[int] = field(
         default_factory=list, metadata={"help": "the k of pass@k (default: 1, 2, 4 ... samples)"}
     )
-    temperature: float = arg(0.0, "sampling temperature (default: the preset's)")
+    temperature: float | None = arg(None, "sampling temperature (default: the preset's)")
     max_tokens: int = arg(0, "longest response (default: the preset's, as far as context allows)")
     seed: int = arg(0, "every response has its own seed, made from this one")
     engine: str = arg("auto", "who samples; auto: vllm if there is CUDA", ENGINES)
@@ -150,9 +150,11 @@ def check(options):
     for name in o.benchmarks:
         if name not in ALL:
             fail(f"--benchmarks {name}: unknown; choose from {', '.join(BENCHMARKS)}")
-    for flag in ("limit", "samples", "temperature", "max_tokens", "seed", "batch_size"):
-        if not (flag == "batch_size") <= getattr(o, flag) < math.inf:
+    for flag in ("limit", "samples", "max_tokens", "seed", "batch_size"):
+        if getattr(o, flag) < (flag == "batch_size"):
             fail(f"--{flag} {getattr(o, flag)}: must be a positive number")
+    if o.temperature is not None and not 0 < o.temperature < math.inf:
+        fail(f"--temperature {o.temperature}: must be more than 0, as samples are averaged")
     for flag in ("lcb_start", "lcb_end"):
         try:
             date.fromisoformat(getattr(o, flag) or "2023-01-01")

@@ -490,6 +490,7 @@ def test_replay_agrees_with_the_labels_of_the_math_cases(tmp_path):
         (["--pass_k", "0"], "--pass_k 0"),
         (["--samples", "-1"], "--samples -1"),
         (["--temperature", "-0.5"], "--temperature -0.5"),
+        (["--temperature", "0"], "--temperature 0"),
         (["--temperature", "nan"], "--temperature nan"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lcb_start", "2024-2-30"], "YYYY-MM-DD"),
