@@ -156,8 +156,8 @@ def check(options):
     if o.temperature is not None and not 0 < o.temperature < math.inf:
         fail(f"--temperature {o.temperature}: must be more than 0, as samples are averaged")
     for flag in ("lcb_start", "lcb_end"):
-        try:
-            date.fromisoformat(getattr(o, flag) or "2023-01-01")
+        try:  # 20240201 is a day too, but days are compared as texts
+            setattr(o, flag, getattr(o, flag) and date.fromisoformat(getattr(o, flag)).isoformat())
         except ValueError:
             fail(f"--{flag} {getattr(o, flag)}: no such day; write YYYY-MM-DD")
     fewest = min(o.samples or ALL[name].samples for name in o.benchmarks)

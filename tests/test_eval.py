@@ -234,6 +234,8 @@ def test_the_date_window_includes_both_of_its_days(tmp_path, capsys):
     rows = [lcb_row(day, STDIN, contest_date=f"{day}T23:00:00") for day in days]
     window = ("--lcb_start", "2024-02-01", "--lcb_end", "2024-02-29")
     assert [p["id"] for p in load_lcb(tmp_path, rows, *window)] == days[1:3]
+    window = ("--lcb_start", "20240201", "--lcb_end", "2024-W09-4")  # ISO dates too
+    assert [p["id"] for p in load_lcb(tmp_path, rows, *window)] == days[1:3]
     message = one_sentence(capsys, load_lcb, tmp_path, rows, "--lcb_start", "2030-01-01")
     assert "--lcb_start" in message
 
