@@ -429,8 +429,7 @@ def summarise(task, rows, pass_k=()):
         summary["score"], summary["error"] = mean_and_error(list(summary["per_problem"].values()))
         powers = [2**i for i in range(fewest.bit_length()) if 2**i < fewest]
         for k in pass_k or [*powers, fewest]:
-            values = [pass_at_k(n, int(c), k) for n, c in counts.values() if n >= k]
-            summary["pass"][k] = statistics.fmean(values)
+            summary["pass"][k] = mean(pass_at_k(n, int(c), k) for n, c in counts.values() if n >= k)
     return summary
 
 

@@ -409,6 +409,12 @@ def test_sandbox_errors_count_apart_and_forbid_a_score_beyond_one_percent(capsys
     assert "average" not in table
 
 
+def test_a_k_that_only_a_sandbox_error_puts_out_of_reach_has_no_pass_rate():
+    rows = [sample(0, 1) for _ in range(127)] + [sample(0, 0, "sandbox_error")]
+    passes = evaluation.summarise("t", rows)["pass"]
+    assert (passes[64], passes[128]) == (1.0, None)
+
+
 def test_the_average_is_unweighted_over_benchmarks():
     big = evaluation.summarise("a", [sample(i, i % 2) for i in range(100)])
     small = evaluation.summarise("b", [sample(i, 1) for i in range(4)])
