@@ -60,7 +60,7 @@ from grpo_ba import (
     toy_problems,
     write_atomic,
 )
-from verify import Verifier, extract_answer, fail
+from verify import RowError, Verifier, extract_answer, fail
 
 # ----------------------------------------------------------------------------------------
 # 1. Benchmarks and settings. The revisions are those that public evaluations pin (none was found
@@ -675,6 +675,8 @@ def replay(options):
     if not path.is_file():
         fail(f"--responses {path}: there is no such file")
     rows = [dict(row) for row in read_rows(str(path))[0]]
+    if not rows:
+        fail(f"--responses {path}: it has no rows")
     for i, row in enumerate(rows, 1):
         if not row.keys() >= {"problem", "response"} or not row.keys() & {"answer", "tests"}:
             fail(f"{path} row {i}: needs problem, response and answer (or tests); has {[*row]}")
@@ -682,8 +684,8 @@ def replay(options):
     with Verifier() as verifier:
         try:
             verdicts = verifier.score([row["response"] for row in rows], rows, progress=True)
-        except ValueError as error:  # an empty gold, a response that is no text
-            fail(f"{path}: {error}")
+        except RowError as error:  # an empty gold, a response that is no text
+            fail(f"{path} row {error.row + 1}: {error.message}")
     tasks, counts = defaultdict(list), defaultdict(int)
     for row, verdict in zip(rows, verdicts):
         task, key = row.get("task", path.stem), digest([row["problem"], row["answer"]])

@@ -466,7 +466,9 @@ def test_replay_mistakes_are_one_sentence(tmp_path, capsys):
     row = {"problem": "p", "answer": "1", "response": "\\boxed{1}"}
     message = one_sentence(capsys, replay, tmp_path, [row, {"problem": "p", "response": "r"}])
     assert "row 2" in message
-    assert "row" in one_sentence(capsys, replay, tmp_path, [row | {"answer": ""}]).lower()
+    assert "row 2" in one_sentence(capsys, replay, tmp_path, [row, row | {"answer": ""}])
+    assert "row 2" in one_sentence(capsys, replay, tmp_path, [row, row | {"response": None}])
+    assert "no rows" in one_sentence(capsys, replay, tmp_path, [])
     message = one_sentence(capsys, replay, tmp_path, [row, row], "--pass_k", "3")
     assert "--pass_k 3" in message
     missing = evaluation.parse(["--responses", str(tmp_path / "none.jsonl")])
