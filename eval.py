@@ -539,8 +539,11 @@ def list_samples(options, tokenizer, sampling, instruction, thinking, context):
 
 def read_lines(path):
     """Rows of a .jsonl file whose last line may be cut off."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
 
 
 def append_lines(path, rows):
@@ -824,7 +827,7 @@ def read_run(run: Path) -> tuple[dict, list[dict]]:
     metrics, config = Path(run, "metrics.jsonl"), Path(run, "config.json")
     if not metrics.exists():
         fail(f"{run} has no metrics.jsonl: name the folder of a training run")
-    return json.loads(config.read_text()) if config.exists() else {}, read_lines(metrics)
+    return json.loads(config.read_text()) if config.exists() else {}, list(read_lines(metrics))
 
 
 def accuracy_curve(run: Path) -> tuple[list[int], list[float]]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,16 @@ def test_what_a_dead_rank_had_written_is_not_lost(whole, policy, tmp_path, monke
     monkeypatch.setattr(evaluation, "sample_and_score", None)
     assert evaluate(policy, tmp_path) == whole[0]
     assert not (tmp_path / "eval/samples.rank1.jsonl").exists()
+
+
+def test_what_is_done_is_read_without_keeping_the_texts(tmp_path):
+    place = {key: 0 for key in evaluation.PLACE} | {"settings": "s", "response": "x" * 10_000}
+    write_jsonl(tmp_path / "samples.jsonl", [place | {"sample": i} for i in range(500)])
+    tracemalloc.start()
+    assert len(evaluation.read_samples(tmp_path, "s")) == 500
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000  # the file has 5 MB; evaluations write gigabytes
 
 
 class Bytes:
