@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, MaxNLocator
 from tqdm import tqdm
@@ -51,6 +50,7 @@ from grpo_ba import (
     load_from_hub,
     load_policy,
     load_tokenizer,
+    over_ranks,
     pick_engine,
     print0,
     read_rows,
@@ -602,9 +602,9 @@ def evaluate(options):
     if rank == 0:
         merge_ranks(folder)  # what an evaluation that was killed had written
         print0(f"{options.model}: {kind}, {sampling}, {len(wanted)} responses, to {folder}")
-    if world > 1:
-        dist.barrier()
+    over_ranks(0, device)  # all ranks meet: then each reads the same file,
     done = read_samples(folder, digest(settings))
+    over_ranks(0, device)  # and none writes before all have read it
     missing = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
     if missing:  # on every rank, even if its share is empty: vLLM's start is a common act
         longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in missing)
@@ -620,8 +620,7 @@ def evaluate(options):
         }
         sample_and_score({p: wanted[p] for p in share}, engine, tokenizer, sampling, common, part,
                          options, rank)  # fmt: skip
-    if world > 1:
-        dist.barrier()
+    over_ranks(0, device)
     if rank == 0:
         merge_ranks(folder)
         done = read_samples(folder, digest(settings))

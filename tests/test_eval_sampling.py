@@ -59,10 +59,10 @@ def samples(out):
     return {(row["id"], row["sample"]): row for row in rows}
 
 
-def start(*args, script=(sys.executable,)):
+def start(*args, script=(sys.executable,), program=ROOT / "eval.py"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*script, str(ROOT / "eval.py"), *args], env=environment, start_new_session=True,
+        [*script, str(program), *args], env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -189,10 +189,25 @@ def test_responses_whose_sandbox_failed_are_sampled_anew(whole, policy, tmp_path
     assert path.read_bytes().count(b"\n") == 49
 
 
+LATE = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import eval
+read_samples = eval.read_samples
+def late(*args):
+    time.sleep(2 * int(os.environ["RANK"]))
+    return read_samples(*args)
+eval.read_samples = late
+eval.main()
+"""
+
+
 def test_two_ranks_give_the_results_of_one(whole, policy, tmp_path):
+    """Also when one reads what is done seconds after the other: none has written by then."""
+    (tmp_path / "late.py").write_text(LATE)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
                 "--master-port", str(20_000 + os.getpid() % 20_000))  # fmt: skip
-    process = start(*argv(policy, tmp_path), script=torchrun)
+    process = start(*argv(policy, tmp_path), script=torchrun, program=tmp_path / "late.py")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     results = json.loads((tmp_path / "eval/results.json").read_text())["benchmarks"]["toy"]
