@@ -728,7 +728,7 @@ def compare(options):
     if not tasks:
         fail(f"--compare {' '.join(runs)}: no benchmark has a score in all of them")
     pairs = [(b, a) for a, b in itertools.combinations(names, 2)]
-    rows, differences = [], {pair: [] for pair in pairs}
+    rows, bars, differences = [], {}, {pair: [] for pair in pairs}
 
     def interval(values):
         return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in paired_bootstrap(values)))
@@ -740,17 +740,19 @@ def compare(options):
             fail(f"--compare: the runs share no problem of {task}; evaluate them on the same data")
         for a, b in pairs:
             differences[a, b].append([of[a][key] - of[b][key] for key in common])
-        means = [percent(mean(of[name][key] for key in common)) for name in names]
+        bars[task] = {name: mean_and_error([of[name][key] for key in common]) for name in names}
+        means = [percent(bars[task][name][0]) for name in names]
         cells = [interval(differences[pair][-1:]) for pair in pairs]
         rows.append([task, str(len(common)), *means, *cells])
     if len(tasks) > 1:
-        means = [percent(mean(results[name][task]["score"] for task in tasks)) for name in names]
+        means = [percent(mean(bar[name][0] for bar in bars.values())) for name in names]
         rows.append(["average", "", *means, *(interval(differences[pair]) for pair in pairs)])
     print(markdown(["%", "problems", *names, *(f"{a} - {b}" for a, b in pairs)], rows))
     print("brackets: 95% interval of the difference, paired bootstrap over problems\n")
     curves = {}
     if options.metrics:
-        curves = {name: accuracy_curve(Path(run)) for name, run in zip(names, runs)}
+        folders = [Path(run.removesuffix("/").removesuffix("/checkpoint")) for run in runs]
+        curves = {name: accuracy_curve(folder) for name, folder in zip(names, folders)}
         for name, (x, y) in curves.items():
             if not x:
                 fail(f"--metrics: {name} was not evaluated during training; drop the flag")
@@ -760,8 +762,7 @@ def compare(options):
         ]
         print(markdown(["during training, %", "best", "last", "lost", "best at update"], rows))
     folder = Path(options.out or Path(runs[0]).absolute().parent, "eval")
-    summaries = {task: {name: results[name][task] for name in names} for task in tasks}
-    print(draw_compare(summaries, curves, folder / "compare.png"))
+    print(draw_compare(bars, curves, folder / "compare.png"))
 
 
 # ----------------------------------------------------------------------------------------
@@ -960,20 +961,20 @@ def rules_table(runs: dict[str, dict[str, list[Path]]]) -> str:
     return markdown(header, table)
 
 
-def draw_compare(results, curves, path):
-    """compare.png: {task: {run: summary}} as bars with 95% intervals; beside it, where training
+def draw_compare(bars, curves, path):
+    """compare.png: {task: {run: (score, error)}} as bars with 95% intervals; beside it, where training
     evaluated along the way, best against last accuracy: how stable the run was."""
-    names = list(next(iter(results.values())))
+    names = list(next(iter(bars.values())))
     colors, width = color_of(names), 0.8 / len(names)
-    inches = [max(3, 1.7 * len(results))] + [4] * bool(curves)
+    inches = [max(3, 1.7 * len(bars))] + [4] * bool(curves)
     figure, panels = new_figure(sum(inches), 3.8, 1, inches)
     for i, name in enumerate(names):
-        scores = [runs[name]["score"] for runs in results.values()]
-        errors = [1.96 * (runs[name]["error"] or 0) for runs in results.values()]
-        x = [task + (i - (len(names) - 1) / 2) * width for task in range(len(results))]
+        scores = [runs[name][0] for runs in bars.values()]
+        errors = [1.96 * (runs[name][1] or 0) for runs in bars.values()]
+        x = [task + (i - (len(names) - 1) / 2) * width for task in range(len(bars))]
         panels[0].bar(x, scores, 0.92 * width, color=colors[name], label=name)
         panels[0].errorbar(x, scores, errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
-    panels[0].set_xticks(range(len(results)), list(results))
+    panels[0].set_xticks(range(len(bars)), list(bars))
     panels[0].set_ylim(0)
     panels[0].set_title("avg@k with 95% interval over problems", color=INK)
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False)

@@ -592,20 +592,26 @@ def test_comparison_pairs_problems_and_draws(tmp_path, capsys):
     assert "sequence - balanced" in capsys.readouterr().out
 
 
-def test_comparison_uses_the_problems_that_all_runs_have(tmp_path, capsys):
-    a = make_results(tmp_path / "a", {"math500": [1.0, 1.0, 1.0, 0.0]})
-    b = make_results(tmp_path / "b", {"math500": [0.0, 0.0]})
+def test_comparison_uses_the_problems_that_all_runs_have(tmp_path, capsys, monkeypatch):
+    a = make_results(tmp_path / "a", {"math500": [1.0, 1.0, 1.0, 0.0], "aime24": [0.5]})
+    b = make_results(tmp_path / "b", {"math500": [0.0, 0.0], "aime24": [0.5]})
     capsys.readouterr()
+    drawn = []
+    monkeypatch.setattr(evaluation, "draw_compare", lambda *args: drawn.append(args[0]))
     compare(a, b)
-    row = next(line for line in capsys.readouterr().out.splitlines() if "math500" in line)
-    assert [cell.strip() for cell in row.split("|")[2:5]] == ["2", "100.0", "0.0"]
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:6]] for row in rows}
+    assert cells["math500"][:3] == ["2", "100.0", "0.0"]
+    assert cells["average"][1:3] == ["75.0", "25.0"]
+    assert drawn[0]["math500"] == {"a": (1.0, 0.0), "b": (0.0, 0.0)}
 
 
 def test_comparison_shows_best_against_last_accuracy(tmp_path, capsys):
     for rule, curve in (("sequence", [0.1, 0.5, 0.9, 0.6]), ("token", [0.1, 0.5, 0.7, 0.8])):
         make_results(make_run(tmp_path / rule, rule, curve), {"math500": [0.5, 1.0]})
     capsys.readouterr()
-    compare(tmp_path / "sequence", tmp_path / "token", "--metrics")
+    (tmp_path / "token/eval").rename(tmp_path / "token/checkpoint")  # a checkpoint may be named
+    compare(tmp_path / "sequence", tmp_path / "token/checkpoint", "--metrics")
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.startswith("| sequence"))
     cells = [cell.strip() for cell in row.split("|")[2:6]]
