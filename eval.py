@@ -13,7 +13,6 @@ mean over problems of the share of right responses, s.e. its standard error over
 the unbiased estimator. Left out: few-shot prompts, majority voting, LiveCodeBench's other tasks.
 """
 
-import argparse
 import base64
 import hashlib
 import io
@@ -25,7 +24,7 @@ import pickle
 import re
 import statistics
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -36,30 +35,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, MaxNLocator
 from tqdm import tqdm
 
-from grpo_ba import (
-    Sampling,
-    TransformersEngine,
-    VLLMEngine,
-    arg,
-    bad_flag,
-    check_engine,
-    encode_prompt,
-    gold_text,
-    hush_libraries,
-    leave_distributed,
-    load_from_hub,
-    load_policy,
-    load_tokenizer,
-    over_ranks,
-    pick_engine,
-    print0,
-    read_rows,
-    sample_seed,
-    setup_distributed,
-    stop_token_ids,
-    toy_problems,
+from grpo_ba import (  # isort: skip
+    Sampling, TransformersEngine, VLLMEngine, arg, bad_flag, check_engine, encode_prompt, gold_text,
+    hush_libraries, leave_distributed, load_from_hub, load_policy, load_tokenizer, over_ranks,
+    pick_engine, print0, read_rows, sample_seed, setup_distributed, stop_token_ids, toy_problems,
     write_atomic,
-)
+)  # fmt: skip
 from verify import RowError, Verifier, extract_answer, fail
 
 # ----------------------------------------------------------------------------------------
@@ -97,6 +78,7 @@ BENCHMARKS = {
         1055, 4, "code"),
 }
 ALL = BENCHMARKS | {"toy": Benchmark("", "", "", None, "problem", "answer", 256, 4)}  # for tests
+NAMES = ", ".join(BENCHMARKS)
 PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
     "qwen3": (Sampling(32768, 0.6, 0.95, 20), "suffix", True),
     "qwen3-non-thinking": (Sampling(32768, 0.7, 0.8, 20), "suffix", False),
@@ -105,7 +87,6 @@ PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
     "toy": (Sampling(200), "none", False),
 }
 LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
-ENGINES = ["auto", "vllm", "transformers"]
 # fmt: on
 
 
@@ -113,26 +94,19 @@ ENGINES = ["auto", "vllm", "transformers"]
 class Options:
     model: str = arg("", "transformers checkpoint to evaluate, folder or hub id")
     responses: str = arg("", "score this .jsonl instead: problem, answer, response in each row")
-    compare: list[str] = field(
-        default_factory=list, metadata={"help": "evaluated runs or checkpoints to set side by side"}
-    )
+    compare: list[str] = field(default_factory=list, metadata={"help": "runs to set side by side"})
     metrics: bool = arg(False, "with --compare: best against last accuracy during training too")
-    benchmarks: list[str] = field(
-        default_factory=lambda: list(BENCHMARKS),
-        metadata={"help": f"some of {', '.join(BENCHMARKS)} (default: all)"},
-    )
+    benchmarks: list[str] = field(default_factory=list, metadata={"help": f"of {NAMES}"})
     data: str = arg("", "folder of <benchmark>.jsonl files to read instead of the hub")
     limit: int = arg(0, "only the first so many problems of each benchmark; 0: all")
-    out: str = arg("", "results go to OUT/eval/ (default: the model's folder; hub id: runs/NAME)")
+    out: str = arg("", "results go to OUT/eval/; empty: the model's folder, hub id: runs/NAME")
     preset: str = arg("auto", "how to ask and sample; auto: by the model", ["auto", *PRESETS])
-    samples: int = arg(0, "responses per problem (default: 32 for AIME, else 4)")
-    pass_k: list[int] = field(
-        default_factory=list, metadata={"help": "the k of pass@k (default: 1, 2, 4 ... samples)"}
-    )
-    temperature: float | None = arg(None, "sampling temperature (default: the preset's)")
-    max_tokens: int = arg(0, "longest response (default: the preset's, as far as context allows)")
+    samples: int = arg(0, "responses per problem; 0: 32 for AIME, else 4")
+    pass_k: list[int] = field(default_factory=list, metadata={"help": "none: 1, 2, 4 ... samples"})
+    temperature: float | None = arg(None, "sampling temperature; none: the preset's")
+    max_tokens: int = arg(0, "longest response; 0: the preset's, as far as context allows")
     seed: int = arg(0, "every response has its own seed, made from this one")
-    engine: str = arg("auto", "who samples; auto: vllm if there is CUDA", ENGINES)
+    engine: str = arg("auto", "who samples; auto: vllm with CUDA", ["auto", "vllm", "transformers"])
     batch_size: int = arg(256, "responses between two writes; a crash loses at most these")
     lcb_release: str = arg("release_v6", "LiveCodeBench: the files to read", list(LCB_ROWS))
     lcb_start: str = arg("", "LiveCodeBench: only contests from this day on, YYYY-MM-DD")
@@ -140,16 +114,15 @@ class Options:
     lcb_skip_bad: bool = arg(False, "LiveCodeBench: leave out the problems its ERRATA lists")
 
 
-def check(options):
+def check(o):
     """Refuses what cannot work before anything is loaded."""
-    o = options
-    o.benchmarks = [name for names in o.benchmarks for name in names.split(",") if name] or [""]
+    o.benchmarks = [name for names in o.benchmarks for name in names.split(",")] or [*BENCHMARKS]
     if sum(map(bool, (o.model, o.responses, o.compare))) != 1:
         fail("give one of --model, --responses and --compare; python eval.py --help explains them")
     check_engine(o.engine)
     for name in o.benchmarks:
         if name not in ALL:
-            fail(f"--benchmarks {name}: unknown; choose from {', '.join(BENCHMARKS)}")
+            fail(f"--benchmarks {name}: unknown; choose from {NAMES}")
     for flag in ("limit", "samples", "max_tokens", "seed", "batch_size"):
         if getattr(o, flag) < (flag == "batch_size"):
             fail(f"--{flag} {getattr(o, flag)}: must be a positive number")
@@ -175,33 +148,33 @@ def digest(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def training_config(model):
-    """config.json of the run that a checkpoint belongs to; {} for any other model."""
-    path = Path(model).expanduser().parent / "config.json"
-    config = json.loads(path.read_text()) if model and path.is_file() else {}
-    return config if "aggregation" in config else {}
+def run_config(run):
+    """config.json of a training run; {} for any other folder."""
+    path = Path(run, "config.json")
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def load_benchmark(name, options=None):
     options, benchmark = options or Options(), ALL[name]
     if name == "toy":
-        world = training_config(options.model).get("toy_world", "rambler")
-        problems = toy_problems(world, benchmark.rows)[1]
-        return [{"id": str(i), **problem} for i, problem in enumerate(problems)]
-    source = str(Path(options.data, f"{name}.jsonl")) if options.data else benchmark.hub_id
-    if options.data and not Path(source).is_file():
-        found = sorted(path.name for path in Path(options.data).glob("*.jsonl")) or "no .jsonl file"
-        fail(f"--data {options.data}: {name}.jsonl is missing there; found {found}")
+        world = run_config(Path(options.model).expanduser().parent).get("toy_world", "rambler")
+        return [{"id": str(i), **p} for i, p in enumerate(toy_problems(world, benchmark.rows)[1])]
+    source, question, answer = benchmark.hub_id, benchmark.question, benchmark.answer
+    if options.data:
+        path = Path(options.data, f"{name}.jsonl")
+        source = str(path)
+        if not path.is_file():
+            found = sorted(file.name for file in path.parent.glob("*.jsonl")) or "no .jsonl file"
+            fail(f"--data {options.data}: {name}.jsonl is missing there; found {found}")
     if benchmark.kind == "code":
         return load_livecodebench(source, options)
     if options.data:
         rows, columns = read_rows(source)
+        if not {question, answer} <= columns:
+            question, answer = "problem", "answer"  # a local file may have either form
     else:
-        where = f"{source}:{benchmark.config}".rstrip(":")
-        rows, columns = read_rows(where, split=benchmark.split, revision=benchmark.revision)
-    question, answer = benchmark.question, benchmark.answer
-    if options.data and not {question, answer} <= columns:
-        question, answer = "problem", "answer"  # a local file may have either form
+        config = f":{benchmark.config}" if benchmark.config else ""
+        rows, columns = read_rows(source + config, benchmark.split, benchmark.revision)
     if not {question, answer} <= columns:
         fail(f"{name} from {source}: needs columns {question} and {answer}; has {sorted(columns)}")
     check_count(name, source, len(rows), benchmark.rows, options)
@@ -217,10 +190,9 @@ def load_benchmark(name, options=None):
 
 
 def check_count(name, source, found, expected, options):
-    if found != expected and not options.data:
-        fail(f"{name} from {source}: found {found} rows, expected {expected}; use --data to go on")
+    said = f"{name} from {source}: found {found} rows, expected {expected}"
     if found != expected:
-        print0(f"{name} from {source}: {found} rows, where the published set has {expected}")
+        print0(said) if options.data else fail(f"{said}; use --data to go on")
 
 
 def clean_gold(name, gold):
@@ -293,69 +265,63 @@ def decode_tests(text):
     return tests
 
 
-def row_tests(row):
+def read_tests(path, start):
+    """The tests of the row that begins at this byte."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        row = json.loads(file.readline())
     return decode_tests(row["public_test_cases"]) + decode_tests(row["private_test_cases"])
 
 
-def read_tests(path, offset):
+def lcb_problems(path):
+    """(problem, its row) of each line. The tests are decoded once to see that they can be: better
+    now than after hours of sampling."""
+    end = 0
     with open(path, "rb") as file:
-        file.seek(offset)
-        return row_tests(json.loads(file.readline()))
+        for number, line in enumerate(file, 1):
+            tests, end = partial(read_tests, path, end), end + len(line)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if missing := sorted(LCB_COLUMNS - row.keys()):
+                    fail(f"{path} line {number}: columns {missing} are missing; has {sorted(row)}")
+                func_name = json.loads(row["metadata"]).get("func_name")
+                if not tests():
+                    raise ValueError("no tests")
+            except Exception as error:  # noqa: BLE001 - a hostile file may raise anything
+                fail(f"{path} line {number}: cannot be decoded ({error}); fetch the file anew")
+            gold = digest([row["public_test_cases"], row["private_test_cases"]])  # a name for them
+            yield {"id": row["question_id"], "problem": lcb_prompt(row), "answer": f"tests {gold}",
+                   "tests": tests, "func_name": func_name}, row  # fmt: skip
 
 
-def lcb_files(options):
-    """test.jsonl, test2.jsonl ... of the release, from the hub's cache."""
+def lcb_files(release):
+    """test.jsonl, test2.jsonl ... from the hub's cache."""
     from transformers.utils import cached_file
 
-    benchmark = BENCHMARKS["livecodebench"]
-    fetch = partial(cached_file, benchmark.hub_id, repo_type="dataset", revision=benchmark.revision)
+    lcb = BENCHMARKS["livecodebench"]
+    names = ["test.jsonl", *(f"test{i}.jsonl" for i in range(2, int(release[-1]) + 1))]
     try:
-        return [fetch(f"test{i if i > 1 else ''}.jsonl")
-                for i in range(1, int(options.lcb_release[-1]) + 1)]  # fmt: skip
+        return [cached_file(lcb.hub_id, name, repo_type="dataset", revision=lcb.revision)
+                for name in names]  # fmt: skip
     except OSError as error:
-        fail(f"livecodebench: {benchmark.hub_id} cannot be reached ({str(error).splitlines()[0]}); "
+        fail(f"livecodebench: {lcb.hub_id} cannot be reached ({str(error).splitlines()[0]}); "
              "put its rows into DIR/livecodebench.jsonl and give --data DIR")  # fmt: skip
-
-
-def lcb_rows(paths):
-    """(path, offset, row, func_name) of every problem, its tests decoded once to see that they can
-    be: better now than after hours of sampling."""
-    for path in paths:
-        with open(path, "rb") as file:
-            for number, line in enumerate(iter(file.readline, b""), 1):
-                if not line.strip():
-                    continue
-                where = f"{path} line {number}"
-                try:
-                    row = json.loads(line)
-                    if not row.keys() >= LCB_COLUMNS:
-                        missing = sorted(LCB_COLUMNS - row.keys())
-                        fail(f"{where}: columns {missing} are missing; found {sorted(row)}")
-                    func_name = json.loads(row["metadata"]).get("func_name")
-                    if not row_tests(row):
-                        raise ValueError("no tests")
-                except Exception as error:  # noqa: BLE001 - a hostile file may raise anything
-                    fail(f"{where}: cannot be decoded ({error}); fetch the file anew")
-                yield path, file.tell() - len(line), row, func_name
 
 
 def load_livecodebench(source, options):
     problems, bad, total = [], [], 0
-    for path, offset, row, func_name in lcb_rows([source] if options.data else lcb_files(options)):
+    files = [source] if options.data else lcb_files(options.lcb_release)
+    for problem, row in itertools.chain.from_iterable(map(lcb_problems, files)):
         total += 1
         day = row["contest_date"][:10]
-        if not (options.lcb_start or day) <= day <= (options.lcb_end or day):
-            continue
-        if LCB_BAD & {row["question_id"], row["question_title"]}:
-            bad.append(row["question_id"])
-            if options.lcb_skip_bad:
-                continue
-        gold = digest([row["public_test_cases"], row["private_test_cases"]])
-        problems.append({
-            "id": row["question_id"], "problem": lcb_prompt(row), "func_name": func_name,
-            "tests": partial(read_tests, path, offset),
-            "answer": f"tests {gold}",  # a name for the gold; verify.py reads the tests
-        })  # fmt: skip
+        if (options.lcb_start or day) <= day <= (options.lcb_end or day):
+            is_bad = LCB_BAD & {row["question_id"], row["question_title"]}
+            if is_bad:
+                bad.append(problem["id"])
+            if not (is_bad and options.lcb_skip_bad):
+                problems.append(problem)
     check_count("livecodebench", source, total, LCB_ROWS[options.lcb_release], options)
     window = f"{options.lcb_start or 'the first contest'} to {options.lcb_end or 'the last'}"
     print0(f"livecodebench, {window}: {len(problems)} of {total} problems")
@@ -377,6 +343,12 @@ def pass_at_k(n, c, k):
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs 1 <= k <= n, and there are n = {n} responses")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def mean(values):
+    """Of those that are known; a replayed file may not say them."""
+    known = [float(value) for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def mean_and_error(values):
@@ -402,50 +374,28 @@ MAX_SANDBOX_ERRORS = 0.01  # neither right nor wrong; with more of them there is
 
 def summarise(task, rows, pass_k=()):
     """The figures of one benchmark, from its rows of samples.jsonl."""
-    problems = defaultdict(list)
+    problems = defaultdict(list)  # {problem: rewards of its responses}
+    sizes = Counter(f"{row['id']} {row['problem_hash']}" for row in rows)
     for row in rows:
-        problems[f"{row['id']} {row['problem_hash']}"].append(row)
-    fewest = min(map(len, problems.values()))
+        if row["reason"] != "sandbox_error":
+            problems[f"{row['id']} {row['problem_hash']}"].append(int(row["reward"]))
+    fewest, errors = min(sizes.values()), len(rows) - sum(map(len, problems.values()))
     if max(pass_k, default=0) > fewest:
         fail(f"--pass_k {max(pass_k)}: {task} has {fewest} responses to one problem; lower it")
-    counts = {  # responses with a verdict, right ones
-        key: (sum(r["reason"] != "sandbox_error" for r in some), sum(r["reward"] for r in some))
-        for key, some in problems.items()
-    }
-    errors = len(rows) - sum(n for n, _ in counts.values())
-    summary = {
-        "problems": len(problems),
-        "samples": fewest,
-        "score": None,
-        "error": None,
-        "pass": {},
+    per_problem = {key: statistics.fmean(rewards) for key, rewards in problems.items()}
+    score, error, passes = None, None, {}
+    if errors <= MAX_SANDBOX_ERRORS * len(rows):
+        score, error = mean_and_error(list(per_problem.values()))
+        for k in pass_k or sorted({*(2**i for i in range(fewest.bit_length())), fewest}):
+            enough = [(len(some), sum(some)) for some in problems.values() if len(some) >= k]
+            passes[k] = mean(pass_at_k(n, c, k) for n, c in enough)
+    return {
+        "problems": len(sizes), "samples": fewest, "score": score, "error": error, "pass": passes,
         "tokens": mean(row["tokens"] for row in rows),
         "truncated": mean(r["finish_reason"] and r["finish_reason"] == "length" for r in rows),
         "no_answer": mean(row["reason"] == "no_answer" for row in rows),
-        "sandbox_errors": errors / len(rows),
-        "per_problem": {key: c / n for key, (n, c) in counts.items() if n},
-    }
-    if errors <= MAX_SANDBOX_ERRORS * len(rows):
-        summary["score"], summary["error"] = mean_and_error(list(summary["per_problem"].values()))
-        powers = [2**i for i in range(fewest.bit_length()) if 2**i < fewest]
-        for k in pass_k or [*powers, fewest]:
-            summary["pass"][k] = mean(pass_at_k(n, int(c), k) for n, c in counts.values() if n >= k)
-    return summary
-
-
-def mean(values):
-    """Of those that are known; a replayed file may not say them."""
-    known = [float(value) for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def average(summaries):
-    """Score and standard error, unweighted over the benchmarks as in the paper's table."""
-    scores = [summary["score"] for summary in summaries.values()]
-    if len(scores) < 2 or None in scores:
-        return None
-    error = math.hypot(*(summary["error"] or 0 for summary in summaries.values())) / len(scores)
-    return {"score": statistics.fmean(scores), "error": error}
+        "sandbox_errors": errors / len(rows), "per_problem": per_problem,
+    }  # fmt: skip
 
 
 def percent(value):
@@ -454,34 +404,34 @@ def percent(value):
 
 def markdown(header, rows):
     """A table that is aligned, so readable in a terminal too."""
-    rows = [header, [""] * len(header), *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    rows[1] = ["-" * width for width in widths]
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    rows = [header, ["-" * width for width in widths], *rows]
     cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-def finish(folder, settings, summaries):
-    """results.json, results.md, and the table on the screen."""
-    ks, total = sorted({k for s in summaries.values() for k in s["pass"]}), average(summaries)
+def finish(folder, settings, tasks, pass_k=()):
+    """{task: rows} -> results.json, results.md, and the table on the screen."""
+    summaries = {task: summarise(task, rows, pass_k) for task, rows in tasks.items()}
+    ks = sorted({k for s in summaries.values() for k in s["pass"]})
     header = ["%", "problems", "k", "avg@k", "s.e.", *(f"pass@{k}" for k in ks), "tokens",
               "truncated", "no answer", "sandbox errors"]  # fmt: skip
-    rows = [
-        [name, str(s["problems"]), str(s["samples"]), percent(s["score"]), percent(s["error"]),
-         *(percent(s["pass"].get(k)) for k in ks),
-         f"{s['tokens']:.0f}" if s["tokens"] else "-",
-         *(percent(s[key]) for key in ("truncated", "no_answer", "sandbox_errors"))]
-        for name, s in summaries.items()
-    ]  # fmt: skip
-    if total:
-        blank = [""] * (len(ks) + 4)
-        rows.append(["average", "", "", percent(total["score"]), percent(total["error"]), *blank])
-    table = markdown(header, rows)
-    for name, s in summaries.items():
+    table, notes, average = [], "", None
+    for task, s in summaries.items():
+        scores = map(percent, (s["score"], s["error"], *map(s["pass"].get, ks)))
+        tokens = "-" if s["tokens"] is None else f"{s['tokens']:.0f}"
+        shares = [percent(s[key]) for key in ("truncated", "no_answer", "sandbox_errors")]
+        table.append([task, str(s["problems"]), str(s["samples"]), *scores, tokens, *shares])
         if s["score"] is None:
-            table += (f"\n{name}: no score, as the sandbox failed on {percent(s['sandbox_errors'])}% "
-                      "of the responses; the same command again scores those anew\n")  # fmt: skip
-    results = {"settings": settings, "benchmarks": summaries, "average": total}
+            notes += (f"\n{task}: no score, as the sandbox failed on {shares[-1]}% of the responses; "
+                      "the same command again scores those anew\n")  # fmt: skip
+    if len(summaries) > 1 and not notes:  # unweighted, as in the paper's table
+        error = math.hypot(*(s["error"] or 0 for s in summaries.values())) / len(summaries)
+        average = {"score": mean(s["score"] for s in summaries.values()), "error": error}
+        row = ["average", "", "", *map(percent, average.values())]
+        table.append(row + [""] * (len(header) - len(row)))
+    table = markdown(header, table) + notes
+    results = {"settings": settings, "benchmarks": summaries, "average": average}
     write_atomic(folder / "results.json", json.dumps(results, indent=1))
     write_atomic(folder / "results.md", table)
     print(f"\n{table}\n{folder / 'results.json'}")
@@ -489,8 +439,9 @@ def finish(folder, settings, summaries):
 
 # ----------------------------------------------------------------------------------------
 # 4. Sampling. Every batch is scored and appended to samples.jsonl. A response is a function of
-#    weights, settings, prompt and its own seed, so an evaluation that was killed goes on with what
-#    is missing, and any number of ranks gives the same table.
+#    weights, settings, prompt and its own seed (but for rounding on a GPU, which depends on the
+#    batch), so an evaluation that was killed goes on with what is missing, and any number of ranks
+#    gives the same table.
 
 PLACE = ("task", "id", "sample", "prompt_hash", "problem_hash")  # tells responses apart
 
@@ -498,16 +449,15 @@ PLACE = ("task", "id", "sample", "prompt_hash", "problem_hash")  # tells respons
 def choose_preset(options, model_config):
     """(sampling, instruction, thinking) for this model; flags override. A checkpoint of ours keeps
     the prompt format that it was trained with."""
-    trained, preset = training_config(options.model), options.preset
+    trained = run_config(Path(options.model).expanduser().parent)
+    preset, family = options.preset, model_config.model_type
     if preset == "auto":
-        thinks = trained.get("enable_thinking", True)
         is_math = "math" in (trained.get("model") or options.model).lower()
-        families = {
-            "qwen3": "qwen3" if thinks else "qwen3-non-thinking",
-            "qwen2": "qwen2.5-math" if is_math else "other",
-        }
-        preset = families.get(model_config.model_type, "other")
-        preset = "toy" if options.benchmarks == ["toy"] else preset
+        preset = "qwen2.5-math" if family == "qwen2" and is_math else "other"
+        if family == "qwen3":
+            preset = "qwen3" if trained.get("enable_thinking", True) else "qwen3-non-thinking"
+        if options.benchmarks == ["toy"]:
+            preset = "toy"
     sampling, instruction, thinking = PRESETS[preset]
     if options.preset == "auto":
         instruction = trained.get("instruction", instruction)
@@ -515,8 +465,7 @@ def choose_preset(options, model_config):
     room = max(context - 4096, context * 3 // 4)  # the rest is for the prompt
     max_tokens = options.max_tokens or min(sampling.max_tokens, room)
     temperature = options.temperature or sampling.temperature
-    sampling = replace(sampling, max_tokens=max_tokens, temperature=temperature)
-    return sampling, instruction, thinking
+    return replace(sampling, max_tokens=max_tokens, temperature=temperature), instruction, thinking
 
 
 def list_samples(options, tokenizer, sampling, instruction, thinking, context):
@@ -529,8 +478,7 @@ def list_samples(options, tokenizer, sampling, instruction, thinking, context):
             length = len(problem["prompt_ids"])
             if length + sampling.max_tokens > context:
                 fail(f"--max_tokens {sampling.max_tokens}: problem {problem['id']} of {name} has "
-                     f"{length} prompt tokens and the model a context of {context}; lower it"
-                )  # fmt: skip
+                     f"{length} prompt tokens and the model a context of {context}; lower it")  # fmt: skip
             hashes = digest(problem["prompt_ids"]), digest([problem["problem"], problem["answer"]])
             for sample in range(options.samples or ALL[name].samples):
                 wanted[name, problem["id"], sample, *hashes] = problem
@@ -541,9 +489,7 @@ def read_lines(path):
     """Rows of a .jsonl file whose last line may be cut off."""
     if path.exists():
         with open(path, encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
 def append_lines(path, rows):
@@ -554,8 +500,7 @@ def append_lines(path, rows):
 
 
 def merge_ranks(folder):
-    """Moves what the other ranks wrote into samples.jsonl. To die in between leaves some rows there
-    twice, which does no harm."""
+    """Moves what the other ranks wrote into samples.jsonl. A row that is there twice is no harm."""
     samples = folder / "samples.jsonl"
     if samples.exists():  # or a torn last line would swallow the next one
         os.truncate(samples, samples.read_bytes().rfind(b"\n") + 1)
@@ -567,7 +512,7 @@ def merge_ranks(folder):
 def read_samples(folder, settings_hash):
     """{place: row} of these settings, without the texts: there may be gigabytes of them."""
     rows = (row | {"response": ""} for row in read_lines(folder / "samples.jsonl"))
-    rows = (row for row in rows if row.get("settings") == settings_hash)
+    rows = (row for row in rows if row["settings"] == settings_hash)
     return {tuple(row[key] for key in PLACE): row for row in rows}
 
 
@@ -590,10 +535,9 @@ def evaluate(options):
     dtype = "bfloat16" if kind == "vllm" and device.type == "cuda" else "float32"
     # A checkpoint that was trained further is another model, one that was moved is not.
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safetensors")]
-    weights = sorted(stamps) or [options.model, model_config._commit_hash]
     settings = asdict(sampling) | {
-        "weights": weights, "engine": kind, "dtype": dtype, "seed": options.seed,
-        "prompt_format": prompt_format,
+        "weights": sorted(stamps) or [options.model, model_config._commit_hash],
+        "engine": kind, "dtype": dtype, "seed": options.seed, "prompt_format": prompt_format,
     }  # fmt: skip
     context = model_config.max_position_embeddings
     wanted = list_samples(options, tokenizer, sampling, *prompt_format, context)
@@ -602,9 +546,9 @@ def evaluate(options):
     if rank == 0:
         merge_ranks(folder)  # what an evaluation that was killed had written
         print0(f"{options.model}: {kind}, {sampling}, {len(wanted)} responses, to {folder}")
-    over_ranks(0, device)  # all ranks meet: then each reads the same file,
+    over_ranks(0, device)  # the ranks meet, so that all read the same file
     done = read_samples(folder, digest(settings))
-    over_ranks(0, device)  # and none writes before all have read it
+    over_ranks(0, device)  # before any of them writes
     missing = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
     if missing:  # on every rank, even if its share is empty: vLLM's start is a common act
         longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in missing)
@@ -612,83 +556,67 @@ def evaluate(options):
         turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in missing))}
         share = [p for p in missing if turn[p[:2]] % world == rank]  # whole problems
         share.sort(key=lambda p: len(wanted[p]["prompt_ids"]))  # batches with little padding
-        part = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
-        common = {
-            "settings": digest(settings),
-            "sampling": asdict(sampling),
-            "model": options.model,
-        }
-        sample_and_score({p: wanted[p] for p in share}, engine, tokenizer, sampling, common, part,
-                         options, rank)  # fmt: skip
+        same = {"settings": digest(settings), "sampling": asdict(sampling), "model": options.model}
+        todo = {p: wanted[p] for p in share}
+        sample_and_score(todo, engine, tokenizer, sampling, same, folder, options, rank)
     over_ranks(0, device)
     if rank == 0:
         merge_ranks(folder)
         done = read_samples(folder, digest(settings))
         tasks = {name: [done[p] for p in wanted if p[0] == name] for name in options.benchmarks}
-        summaries = {name: summarise(name, rows, options.pass_k) for name, rows in tasks.items()}
-        finish(folder, asdict(options) | settings, summaries)
+        finish(folder, asdict(options) | settings, tasks, options.pass_k)
 
 
-def sample_and_score(todo, engine, tokenizer, sampling, common, path, options, rank):
-    """Appends a row to `path` for every {place: problem} of `todo`, a batch at a time."""
-    places, right = list(todo), 0.0
-    bar = tqdm(total=len(todo), unit="sample", disable=rank > 0)
+def sample_and_score(todo, engine, tokenizer, sampling, same, folder, options, rank):
+    """Appends a row, with what is the `same` in all of them, for each {place: problem} of `todo`."""
+    path = folder / (f"samples.rank{rank}.jsonl" if rank else "samples.jsonl")
+    right, bar = 0.0, tqdm(total=len(todo), unit="sample", disable=rank > 0)
     with Verifier() as verifier, bar:
-        for start in range(0, len(places), options.batch_size):
-            batch = places[start : start + options.batch_size]
-            prompts = [todo[p]["prompt_ids"] for p in batch]
-            seeds = [sample_seed(options.seed, "eval", *p[:3]) for p in batch]
-            label = "" if rank else batch[0][0]
+        for start in range(0, len(todo), options.batch_size):
+            places = list(todo)[start : start + options.batch_size]
+            problems = [todo[p] for p in places]
+            seeds = [sample_seed(options.seed, "eval", *p[:3]) for p in places]
+            prompts = [problem["prompt_ids"] for problem in problems]
+            label = "" if rank else places[0][0]
             responses = engine.generate(prompts, 1, sampling, seeds, label)
             texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-            verdicts = verifier.score(texts, [with_tests(todo[p]) for p in batch])
-            rows = [
-                common
-                | dict(zip(PLACE, p))
-                | verdict_fields(todo[p], text, verdict)
-                | {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
-                for p, response, text, verdict in zip(batch, responses, texts, verdicts)
-            ]
+            ready = [p | {"tests": p["tests"]()} if "tests" in p else p for p in problems]
+            verdicts, rows = verifier.score(texts, ready), []
+            for p, response, text, verdict in zip(places, responses, texts, verdicts):
+                cost = {"finish_reason": response.finish_reason, "tokens": len(response.ids)}
+                score = verdict_fields(todo[p], text, verdict)
+                rows.append(same | dict(zip(PLACE, p)) | score | cost)
             append_lines(path, rows)
-            right += sum(verdict.reward for verdict in verdicts)
-            bar.set_postfix_str(f"accuracy {right / (start + len(batch)):.3f}", refresh=False)
-            bar.update(len(batch))
-
-
-def with_tests(problem):
-    return problem | {"tests": problem["tests"]()} if "tests" in problem else problem
+            right += sum(row["reward"] for row in rows)
+            bar.set_postfix_str(f"accuracy {right / (start + len(rows)):.3f}", refresh=False)
+            bar.update(len(rows))
 
 
 def verdict_fields(problem, text, verdict):
     """What a row of samples.jsonl says of the score, sampled or replayed."""
     return {
-        "response": text,
-        "extracted": None if problem.get("tests") else extract_answer(text),
-        "gold": problem.get("answer"),
-        "reward": verdict.reward,
-        "reason": verdict.reason,
-    }
+        "response": text, "extracted": None if problem.get("tests") else extract_answer(text),
+        "gold": problem.get("answer"), "reward": verdict.reward, "reason": verdict.reason,
+    }  # fmt: skip
 
 
 def replay(options):
     """Scores the responses of a file: rows of problem, response, and answer or tests (func_name);
     optional are task, tokens, finish_reason and model. Same problem and answer: one problem."""
     path = Path(options.responses)
-    if not path.is_file():
-        fail(f"--responses {path}: there is no such file")
-    rows = [dict(row) for row in read_rows(str(path))[0]]
+    rows = [dict(row) for row in read_rows(str(path))[0]] if path.is_file() else []
     if not rows:
-        fail(f"--responses {path}: it has no rows")
+        fail(f"--responses {path}: there is no such file, or it has no rows")
     for i, row in enumerate(rows, 1):
         if not row.keys() >= {"problem", "response"} or not row.keys() & {"answer", "tests"}:
             fail(f"{path} row {i}: needs problem, response and answer (or tests); has {[*row]}")
-        row["answer"] = clean_gold("", row.get("answer"))
-    with Verifier() as verifier:
-        try:
+        row["answer"] = gold_text(row.get("answer"))
+    try:
+        with Verifier() as verifier:
             verdicts = verifier.score([row["response"] for row in rows], rows, progress=True)
-        except RowError as error:  # an empty gold, a response that is no text
-            fail(f"{path} row {error.row + 1}: {error.message}")
-    tasks, counts = defaultdict(list), defaultdict(int)
+    except RowError as error:  # an empty gold, a response that is no text
+        fail(f"{path} row {error.row + 1}: {error.message}")
+    tasks, counts = defaultdict(list), Counter()
     for row, verdict in zip(rows, verdicts):
         task, key = row.get("task", path.stem), digest([row["problem"], row["answer"]])
         place = {"task": task, "id": key, "sample": counts[task, key], "problem_hash": key}
@@ -699,8 +627,7 @@ def replay(options):
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for some in tasks.values() for row in some]
     write_atomic(folder / "samples.jsonl", "".join(lines))
-    summaries = {task: summarise(task, some, options.pass_k) for task, some in tasks.items()}
-    finish(folder, asdict(options), summaries)
+    finish(folder, asdict(options), tasks, options.pass_k)
 
 
 # ----------------------------------------------------------------------------------------
@@ -708,61 +635,53 @@ def replay(options):
 
 
 def compare(options):
-    runs = options.compare
-    names = [Path(run.removesuffix("/").removesuffix("/checkpoint")).name for run in runs]
+    runs = [run.rstrip("/") for run in options.compare]
+    if len(set(runs)) < max(2, len(runs)):
+        fail(f"--compare {' '.join(runs)}: name two runs or more, each once")
+    names = [Path(run.removesuffix("/checkpoint")).name for run in runs]
     names = names if len(set(names)) == len(runs) else runs
-    if len(set(runs)) < 2:
-        fail(f"--compare {' '.join(runs)}: name at least two runs")
-    results = {}
+    results = {}  # {run: {benchmark with a score: {problem: score}}}
     for name, run in zip(names, runs):
-        places = [Path(run, *parts) for parts in ((), ("eval",), ("checkpoint", "eval"))]
-        found = [place / "results.json" for place in places if (place / "results.json").is_file()]
+        places = [Path(run, place, "results.json") for place in ("", "eval", "checkpoint/eval")]
+        found = [place for place in places if place.is_file()]
         if not found:
             fail(f"--compare {run}: no eval/results.json in it; evaluate it first with --model")
-        results[name] = json.loads(found[0].read_text())["benchmarks"]
-    tasks = [
-        task
-        for task in results[names[0]]
-        if all(task in result and result[task]["score"] is not None for result in results.values())
-    ]
-    if not tasks:
-        fail(f"--compare {' '.join(runs)}: no benchmark has a score in all of them")
+        tasks = json.loads(found[0].read_text())["benchmarks"].items()
+        results[name] = {task: s["per_problem"] for task, s in tasks if s["score"] is not None}
+    scores = {}  # {benchmark: {run: scores of the problems that all runs have}}
+    for task in results[names[0]]:
+        tables = [result.get(task, {}) for result in results.values()]
+        if keys := [key for key in tables[0] if all(key in table for table in tables)]:
+            scores[task] = {n: [t[key] for key in keys] for n, t in zip(names, tables)}
+    if not scores:
+        fail(f"--compare {' '.join(runs)}: no problem has a score in all of them")
     pairs = [(b, a) for a, b in itertools.combinations(names, 2)]
-    rows, bars, differences = [], {}, {pair: [] for pair in pairs}
 
-    def interval(values):
-        return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in paired_bootstrap(values)))
-
-    for task in tasks:
-        of = {name: results[name][task]["per_problem"] for name in names}
-        common = [key for key in of[names[0]] if all(key in of[name] for name in names)]
-        if not common:
-            fail(f"--compare: the runs share no problem of {task}; evaluate them on the same data")
+    def row(label, count, tasks):
+        cells = [percent(mean(statistics.fmean(some[name]) for some in tasks)) for name in names]
         for a, b in pairs:
-            differences[a, b].append([of[a][key] - of[b][key] for key in common])
-        bars[task] = {name: mean_and_error([of[name][key] for key in common]) for name in names}
-        means = [percent(bars[task][name][0]) for name in names]
-        cells = [interval(differences[pair][-1:]) for pair in pairs]
-        rows.append([task, str(len(common)), *means, *cells])
-    if len(tasks) > 1:
-        means = [percent(mean(bar[name][0] for bar in bars.values())) for name in names]
-        rows.append(["average", "", *means, *(interval(differences[pair]) for pair in pairs)])
+            differences = [[x - y for x, y in zip(some[a], some[b])] for some in tasks]
+            interval = [100 * x for x in paired_bootstrap(differences)]
+            cells.append("{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval))
+        return [label, count, *cells]
+
+    rows = [row(task, str(len(some[names[0]])), [some]) for task, some in scores.items()]
+    if len(rows) > 1:
+        rows.append(row("average", "", list(scores.values())))
     print(markdown(["%", "problems", *names, *(f"{a} - {b}" for a, b in pairs)], rows))
     print("brackets: 95% interval of the difference, paired bootstrap over problems\n")
-    curves = {}
-    if options.metrics:
-        folders = [Path(run.removesuffix("/").removesuffix("/checkpoint")) for run in runs]
-        curves = {name: accuracy_curve(folder) for name, folder in zip(names, folders)}
-        for name, (x, y) in curves.items():
-            if not x:
-                fail(f"--metrics: {name} was not evaluated during training; drop the flag")
-        rows = [
-            [name, *map(percent, (max(y), y[-1], max(y) - y[-1])), str(x[y.index(max(y))])]
-            for name, (x, y) in curves.items()
-        ]
+    curves, rows = {}, []
+    for name, run in zip(names, runs) if options.metrics else []:
+        x, y = accuracy_curve(Path(run.removesuffix("/checkpoint")))
+        if not x:
+            fail(f"--metrics: {name} was not evaluated during training; drop the flag")
+        best, last = curves[name] = max(y), y[-1]
+        rows.append([name, *map(percent, (best, last, best - last)), str(x[y.index(best)])])
+    if rows:
         print(markdown(["during training, %", "best", "last", "lost", "best at update"], rows))
     folder = Path(options.out or Path(runs[0]).absolute().parent, "eval")
-    print(draw_compare(bars, curves, folder / "compare.png"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(draw_compare(scores, curves, folder / "compare.png"))
 
 
 # ----------------------------------------------------------------------------------------
@@ -775,220 +694,195 @@ SPARE_COLORS = ["#CC79A7", "#E69F00", "#56B4E9", "#666666"]  # a fork's rules, r
 INK, GRAY, GRID, BLUE, ORANGE = "#333333", "#888888", "#E4E4E4", "#0072B2", "#D55E00"
 
 
-def color_of(names: list[str]) -> dict[str, str]:
-    """A colour per name: the rule's when the name holds one, else the next spare one."""
-    spare = iter(SPARE_COLORS * len(names))
-    rules = {name: next((rule for rule in COLORS if rule in name), None) for name in names}
-    taken = list(rules.values())
-    return {
-        name: COLORS[rule] if rule and taken.count(rule) == 1 else next(spare)
-        for name, rule in rules.items()
-    }
+def color_of(names):
+    """{name: colour}: of the rule in its name, for the first name that has it, or a spare one."""
+    free, spare, colors = dict(COLORS), itertools.cycle(SPARE_COLORS), {}
+    for name in names:
+        rule = next((rule for rule in free if rule in name), None)
+        colors[name] = free.pop(rule) if rule else next(spare)
+    return colors
 
 
-def new_figure(width: float, height: float, rows: int, column_widths: list[float]):
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
-    grid = {"squeeze": False, "width_ratios": column_widths}
-    panels = figure.subplots(rows, len(column_widths), **grid).ravel()
+def new_figure(widths, height, rows=1, margin=0):
+    """A figure and its panels, row by row; widths of the columns, height and right margin in
+    inches."""
+    size, grid = (sum(widths) + margin, height), {"squeeze": False, "width_ratios": widths}
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    panels = figure.subplots(rows, len(widths), **grid).ravel()
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color=GRID, linewidth=0.7)
         panel.set_axisbelow(True)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.tick_params(colors=INK, labelsize=9)
+        for text in (panel.title, panel.xaxis.label, panel.yaxis.label):
+            text.set(color=INK, fontsize=11 if text is panel.title else 9)
     return figure, panels
 
 
-def label_ends(panel, ends: list[tuple[float, float, str, str]], share: float) -> None:
-    """Write each (x, y, text, color) at the end of its line; texts nearer to one another than this
-    share of the panel's height move apart."""
+def label_ends(panel, ends, share):
+    """Write each ([height], text, color) at the right edge, beside the end of its line ([]: it has
+    none); texts nearer to one another than this share of the panel's height move apart."""
     low, high = panel.get_ylim()
-    gap = share * (high - low)
-    ends = sorted((end for end in ends if not math.isnan(end[1])), key=lambda end: end[1])
-    heights = [end[1] for end in ends]
+    ends = sorted(end for end in ends if end[0])
+    heights = [height for (height,), _, _ in ends]
     for _ in range(50):  # push neighbours apart by halves until all have room
         for i in range(len(heights) - 1):
-            push = max(0.0, gap - (heights[i + 1] - heights[i])) / 2
+            push = max(0.0, share * (high - low) - (heights[i + 1] - heights[i])) / 2
             heights[i], heights[i + 1] = heights[i] - push, heights[i + 1] + push
-    for (x, _, text, color), height in zip(ends, heights):
-        panel.annotate(text, (x, height), (6, 0), textcoords="offset points", color=color,
+    for (_, text, color), y in zip(ends, heights):
+        panel.annotate(text, (1, y), (4, 0), ("axes fraction", "data"), "offset points", color=color,
                        va="center", fontsize=10, fontweight="bold", annotation_clip=False)  # fmt: skip
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, format="png")
-    return part.replace(path)
-
-
-def read_run(run: Path) -> tuple[dict, list[dict]]:
-    """config.json and metrics.jsonl of a training run."""
-    metrics, config = Path(run, "metrics.jsonl"), Path(run, "config.json")
-    if not metrics.exists():
+def read_run(run):
+    """config.json and the rows of metrics.jsonl of a training run."""
+    if not (metrics := Path(run, "metrics.jsonl")).exists():
         fail(f"{run} has no metrics.jsonl: name the folder of a training run")
-    return json.loads(config.read_text()) if config.exists() else {}, list(read_lines(metrics))
+    return run_config(run), list(read_lines(metrics))
 
 
-def accuracy_curve(run: Path) -> tuple[list[int], list[float]]:
+def accuracy_curve(run):
     """Held-out accuracy over updates done: 0 is the untrained policy. A step evaluates before its
     update, only the last step of a finished run after it."""
     config, rows = read_run(run)
-    last = config.get("steps") or max((row["step"] for row in rows), default=0)
     done = [row for row in rows if row.get("eval_accuracy") is not None]
-    x = [row["step"] if row["step"] == last else row["step"] - 1 for row in done]
+    x = [row["step"] - (row["step"] != config.get("steps")) for row in done]
     return x, [row["eval_accuracy"] for row in done]
 
 
-def draw_curves(run: Path) -> Path:
+def draw_curves(run):
     """runs/<name>/curves.png: does it learn, how long are right and wrong responses, is the policy
     healthy, and the two biases as numbers. Works while the run is going on."""
     config, rows = read_run(run)
-    figure, panels = new_figure(11, 6.6, 2, [1, 1])
-    learning, lengths, health, biases = panels
+    figure, (learning, lengths, health, biases) = new_figure([5.5, 5.5], 6.6, rows=2)
     half = len(rows) // 50  # long runs get a running mean over the raw line; short ones stay raw
 
-    def plot(panel, key: str, color: str) -> tuple[float, float]:
+    def plot(panel, key, color, label=""):
+        """Returns what label_ends needs."""
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         x, y = zip(*points) if points else ((), ())
-        windows = [y[max(0, i - half) : i + half + 1] for i in range(len(y))]
+        means = [mean(y[max(0, i - half) : i + half + 1]) for i in range(len(y))]
         if half:
-            panel.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
-        mean = [sum(window) / len(window) for window in windows]
-        panel.plot(x, mean, color=color, linewidth=1.8)
-        return (x[-1], mean[-1]) if points else (math.nan, math.nan)
+            panel.plot(x, y, color=color, lw=0.7, alpha=0.3)
+        panel.plot(x, means, color=color, lw=1.8, marker="." if len(x) == 1 else None)
+        return means[-1:], label, color
 
-    def plot_two(panel, key_left: str, label_left: str, key_right: str, label_right: str):
-        """Two quantities, each with its own axis in the colour of its line."""
-        right = panel.twinx()
-        right.spines[["top", "left"]].set_visible(False)
-        for side, key, label, color in (
-            (panel, key_left, label_left, BLUE),
-            (right, key_right, label_right, ORANGE),
-        ):
-            plot(side, key, color)
-            side.set_ylabel(label, color=color)
-            side.tick_params(axis="y", colors=color, labelsize=9)
-        return right
-
-    ends = [(*plot(learning, "reward", ORANGE), "training\nreward", ORANGE)]
+    learning.set(title="Does it learn?", ylim=(-0.02, 1.02))
     x, y = accuracy_curve(run)
-    learning.plot(x, y, color=BLUE, linewidth=1.8, marker="o", markersize=4.5)
-    ends += [(x[-1], y[-1], "held-out\naccuracy", BLUE)] if x else []
-    learning.set(ylim=(-0.02, 1.02))
-    learning.set_title("Does it learn?")
-    label_ends(learning, ends, 0.16)
+    learning.plot(x, y, color=BLUE, lw=1.8, marker="o", markersize=4.5)
+    reward = plot(learning, "reward", ORANGE, "training\nreward")
+    label_ends(learning, [reward, (y[-1:], "held-out\naccuracy", BLUE)], 0.16)
 
-    keys = {"length_pos": ("right", BLUE), "length": ("all", GRAY), "length_neg": ("wrong", ORANGE)}
-    ends = [(*plot(lengths, key, color), label, color) for key, (label, color) in keys.items()]
     lengths.set_title("Tokens per response (right: A > 0, wrong: A < 0)")
+    lines = ("length_pos", BLUE, "right"), ("length", GRAY, "all"), ("length_neg", ORANGE, "wrong")
+    ends = [plot(lengths, *line) for line in lines]
     lengths.set_ylim(0)
     label_ends(lengths, ends, 0.07)
 
     health.set_title("Is the policy healthy?")
-    plot_two(health, "entropy", "entropy (nats)", "grad_norm", "gradient norm").set_ylim(0)
-    health.set_ylim(0)
-
     biases.set_title("The two biases (0 and 1: none)")
-    right = plot_two(biases, "net_advantage", "net advantage", "weight_spread", "weight spread")
+    spread = biases.twinx()
+    for side, key, label, color in (
+        (health, "entropy", "entropy (nats)", BLUE),
+        (health.twinx(), "grad_norm", "gradient norm", ORANGE),
+        (biases, "net_advantage", "net advantage", BLUE),
+        (spread, "weight_spread", "weight spread", ORANGE),
+    ):
+        plot(side, key, color)
+        side.set_ylabel(label, color=color, fontsize=9)
+        side.tick_params(axis="y", colors=color, labelsize=9)  # each axis is in its line's colour
+        side.spines["top"].set_visible(False)
+        if side is not biases:
+            side.set_ylim(0)
     low, high = biases.get_ylim()  # noise of 1e-9 must not fill the panel
     biases.set_ylim(min(low, -0.5), max(high, 0.5))
-    right.set_ylim(0, max(4, right.get_ylim()[1]))  # so that 1 is not at the height of 0
+    spread.set_ylim(0, max(4, spread.get_ylim()[1]))  # so that 1 is not at the height of 0
 
-    for panel in panels:
-        panel.set_xlabel("step", fontsize=9, color=INK)
+    last = rows[-1]["step"] if rows else 1
+    for panel in (learning, lengths, health, biases):
+        panel.set(xlabel="step", xlim=(-0.02 * last, 1.02 * last))
     rule, steps = config.get("aggregation", "?"), config.get("steps", "?")
-    done = "" if rows and rows[-1]["step"] == steps else f", {len(rows)} of {steps} steps so far"
-    figure.suptitle(f"{Path(run).name}: {rule} aggregation{done}", fontweight="bold", color=INK)
-    return save_figure(figure, Path(run, "curves.png"))
+    so_far = "" if last == steps else f", {len(rows)} of {steps} steps so far"
+    figure.suptitle(f"{Path(run).name}: {rule} aggregation{so_far}", fontweight="bold", color=INK)
+    path = Path(run, "curves.png")
+    figure.savefig(path)
+    return path
 
 
-def draw_rules(runs: dict[str, dict[str, list[Path]]], path: Path) -> Path:
+def draw_rules(runs, path):
     """runs/compare.png: held-out accuracy of {world: {rule: [run of each seed]}}, one panel per
     world. Thick: mean over seeds, where all have been evaluated. Thin: each seed."""
-    figure, panels = new_figure(5.6 * len(runs), 4, 1, [1] * len(runs))
-    counts = {len(seeds) for rules in runs.values() for seeds in rules.values()}
+    figure, panels = new_figure([5.6] * len(runs), 4)
     for panel, (world, rules) in zip(panels, runs.items()):
-        colors, ends = color_of(list(rules)), []
+        colors, ends = color_of(rules), []
         for rule, seeds in rules.items():
             curves = [dict(zip(*accuracy_curve(run))) for run in seeds]
             x = sorted(set.intersection(*map(set, curves)))
-            if not x:
-                continue  # not evaluated yet
-            mean = [sum(curve[step] for curve in curves) / len(curves) for step in x]
-            for curve in curves if len(curves) > 1 else []:
+            means = [mean(curve[step] for curve in curves) for step in x]
+            for curve in curves:
                 panel.plot(curve.keys(), curve.values(), color=colors[rule], lw=0.8, alpha=0.35)
-            panel.plot(x, mean, color=colors[rule], lw=2.4, marker="o", markersize=4)
-            ends.append((x[-1], mean[-1], f"{rule} {mean[-1]:.2f}", colors[rule]))
-        panel.set_title(world, fontweight="bold", color=INK)
-        panel.set_xlabel("updates", fontsize=9, color=INK)
-        panel.set_ylim(0, 1)
+            panel.plot(x, means, color=colors[rule], lw=2.4, marker="o", markersize=4)
+            ends += [([y], f"{rule} {y:.2f}", colors[rule]) for y in means[-1:]]
+        panel.set(title=world, xlabel="updates", ylim=(0, 1))
         label_ends(panel, ends, 0.07)
-    panels[0].set_ylabel("held-out accuracy", color=INK)
-    seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
-    what = f"mean of {seeds} seeds (thin lines: each seed)" if seeds != "1" else "1 seed"
-    figure.suptitle(f"Held-out accuracy while training: {what}", color=INK)
-    return save_figure(figure, path)
+    panels[0].set_ylabel("held-out accuracy")
+    n = max(len(seeds) for rules in runs.values() for seeds in rules.values())
+    what = f"mean of {n} seeds (thin: each seed)" if n > 1 else "one seed"
+    figure.suptitle(f"Held-out accuracy: {what}", fontweight="bold", color=INK)
+    figure.savefig(path)
+    return path
 
 
-def rules_table(runs: dict[str, dict[str, list[Path]]]) -> str:
+def rules_table(runs):
     """The same runs as numbers, means over seeds: accuracy (`mean` is over the whole training, by
     the trapezoid rule), then means over steps."""
-    header = ["world", "rule", "initial", "best", "last", "mean"]
-    header += ["length", "length gap", "abs(net advantage)"]
+    formats = {"initial": "{:.3f}", "best": "{:.3f}", "last": "{:.3f}", "mean": "{:.3f}",
+               "length": "{:.1f}", "length gap": "{:+.1f}", "abs(net advantage)": "{:.3f}"}  # fmt: skip
+
+    def numbers(run):
+        (x, y), (_, steps) = accuracy_curve(run), read_run(run)
+        area = sum((b - a) * (c + d) / 2 for a, b, c, d in zip(x, x[1:], y, y[1:]))
+        scores = [y[0], max(y), y[-1], area / (x[-1] - x[0])] if len(x) > 1 else [math.nan] * 4
+        gap = mean(step["length_gap"] for step in steps) or 0.0
+        net = mean(abs(step["net_advantage"]) for step in steps)
+        return [*scores, mean(step["length"] for step in steps), gap, net]
+
     table = []
     for world, rules in runs.items():
-        for rule, folders in rules.items():
-            rows = []
-            for folder in folders:
-                x, y = accuracy_curve(folder)
-                area = sum((b - a) * (c + d) / 2 for a, b, c, d in zip(x, x[1:], y, y[1:]))
-                scores = (
-                    [y[0], max(y), y[-1], area / (x[-1] - x[0])] if len(x) > 1 else [math.nan] * 4
-                )
-                steps = read_run(folder)[1]
-                gaps = [step["length_gap"] for step in steps]
-                net = [abs(step["net_advantage"]) for step in steps]
-                lengths = [step["length"] for step in steps]
-                rows.append([*scores, mean(lengths), mean(gaps) or 0.0, mean(net)])
-            *scores, length, gap, net = map(mean, zip(*rows))
-            cells = [f"{score:.3f}" for score in scores] + [
-                f"{length:.1f}",
-                f"{gap:+.1f}",
-                f"{net:.3f}",
-            ]
-            table.append([world, rule, *cells])
-    return markdown(header, table)
+        for rule, seeds in rules.items():
+            means = map(mean, zip(*map(numbers, seeds)))
+            table.append([world, rule, *map(str.format, formats.values(), means)])
+    return markdown(["world", "rule", *formats], table)
 
 
-def draw_compare(bars, curves, path):
-    """compare.png: {task: {run: (score, error)}} as bars with 95% intervals; beside it, where training
-    evaluated along the way, best against last accuracy: how stable the run was."""
-    names = list(next(iter(bars.values())))
+def draw_compare(scores, curves, path):
+    """compare.png: {task: {run: scores of its problems}} as bars with 95% intervals; beside it,
+    {run: (best, last)} accuracy while it trained: how stable the run was."""
+    names = list(next(iter(scores.values())))
     colors, width = color_of(names), 0.8 / len(names)
-    inches = [max(3, 1.7 * len(bars))] + [4] * bool(curves)
-    figure, panels = new_figure(sum(inches), 3.8, 1, inches)
+    widths = [max(4, 1.4 * len(scores))] + [4] * bool(curves)
+    figure, panels = new_figure(widths, 3.8, margin=0.6 + 0.09 * max(map(len, names)))
     for i, name in enumerate(names):
-        scores = [runs[name][0] for runs in bars.values()]
-        errors = [1.96 * (runs[name][1] or 0) for runs in bars.values()]
-        x = [task + (i - (len(names) - 1) / 2) * width for task in range(len(bars))]
-        panels[0].bar(x, scores, 0.92 * width, color=colors[name], label=name)
-        panels[0].errorbar(x, scores, errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
-    panels[0].set_xticks(range(len(bars)), list(bars))
-    panels[0].set_ylim(0)
-    panels[0].set_title("avg@k with 95% interval over problems", color=INK)
-    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
-    for i, (name, (x, y)) in enumerate(curves.items()):
-        panels[1].plot([max(y), y[-1]], [i, i], color=colors[name], lw=2)
-        panels[1].plot(max(y), i, "o", color="white", markeredgecolor=colors[name], ms=9, mew=2)
-        panels[1].plot(y[-1], i, "o", color=colors[name], ms=9)
+        means, errors = zip(*(mean_and_error(runs[name]) for runs in scores.values()))
+        x = [task + (i - (len(names) - 1) / 2) * width for task in range(len(scores))]
+        intervals = [1.96 * (error or 0) for error in errors]
+        panels[0].bar(x, means, 0.92 * width, yerr=intervals, color=colors[name], label=name,
+                      ecolor=INK, capsize=2)  # fmt: skip
+    panels[0].set_xticks(range(len(scores)), list(scores))
+    panels[0].set(title="avg@k with 95% interval over problems", ylim=(0, None))
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    for i, (name, (best, last)) in enumerate(curves.items()):
+        panels[1].plot([best, last], [i, i], "o-", color=colors[name], lw=2, ms=10)
+        panels[1].plot(best, i, "o", color="white", ms=7)
+        panels[1].plot(last, i, "o", color=colors[name], ms=4)  # shows where it is the best too
     if curves:
-        panels[1].set_yticks(range(len(curves)), list(curves))
+        panels[1].set(title="during training: best (open), last (full)", yticks=[])
         panels[1].set_ylim(len(curves) - 0.4, -0.6)
-        panels[1].set_title("during training: best (open), last (full)", color=INK)
         panels[1].grid(axis="x", color=GRID, linewidth=0.7)
         panels[1].xaxis.set_major_locator(AutoLocator())
-    return save_figure(figure, path)
+    figure.savefig(path)
+    return path
 
 
 # ----------------------------------------------------------------------------------------
@@ -998,10 +892,7 @@ def draw_compare(bars, curves, path):
 def parse(argv=None):
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(
-        Options, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = HfArgumentParser(Options, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = bad_flag
     options = Options(**vars(parser.parse_args(argv)))
     check(options)

@@ -399,14 +399,14 @@ def test_sandbox_errors_count_apart_and_forbid_a_score_beyond_one_percent(capsys
     rows[1] = sample(1, 0, "sandbox_error")
     few = evaluation.summarise("t", rows)
     assert (few["score"], few["sandbox_errors"]) == (1.0, 0.01)
-    rows[2] = sample(2, 0, "sandbox_error")
-    many = evaluation.summarise("t", rows)
+    more = [*rows[:2], sample(2, 0, "sandbox_error"), *rows[3:]]
+    many = evaluation.summarise("t", more)
     assert (many["score"], many["pass"]) == (None, {})
-    assert evaluation.average({"a": few, "b": many}) is None
-    evaluation.finish(tmp_path, {}, {"a": few, "b": many})
+    evaluation.finish(tmp_path, {}, {"a": rows, "b": more})
     table = capsys.readouterr().out
     assert "b: no score" in table
     assert "average" not in table
+    assert json.loads((tmp_path / "results.json").read_text())["average"] is None
 
 
 def test_a_k_that_only_a_sandbox_error_puts_out_of_reach_has_no_pass_rate():
@@ -415,12 +415,13 @@ def test_a_k_that_only_a_sandbox_error_puts_out_of_reach_has_no_pass_rate():
     assert (passes[64], passes[128]) == (1.0, None)
 
 
-def test_the_average_is_unweighted_over_benchmarks():
-    big = evaluation.summarise("a", [sample(i, i % 2) for i in range(100)])
-    small = evaluation.summarise("b", [sample(i, 1) for i in range(4)])
-    total = evaluation.average({"a": big, "b": small})
-    assert total["score"] == 0.75
-    assert total["error"] == pytest.approx(big["error"] / 2)
+def test_the_average_is_unweighted_over_benchmarks(tmp_path, capsys):
+    rows = {"a": [sample(i, i % 2) for i in range(100)], "b": [sample(i, 1) for i in range(4)]}
+    evaluation.finish(tmp_path, {}, rows)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["average"]["score"] == 0.75
+    assert results["average"]["error"] == pytest.approx(results["benchmarks"]["a"]["error"] / 2)
+    assert "| average |" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------
@@ -542,12 +543,12 @@ def is_drawn(path):
 
 def make_results(folder, scores):
     """An evaluation in which problem i of task t has this per-problem score."""
-    summaries = {}
-    for task, values in scores.items():
-        rows = [sample(i, int(s < 4 * v)) for i, v in enumerate(values) for s in range(4)]
-        summaries[task] = evaluation.summarise(task, rows)
+    rows = {
+        task: [sample(i, int(s < 4 * v)) for i, v in enumerate(values) for s in range(4)]
+        for task, values in scores.items()
+    }
     (folder / "eval").mkdir(parents=True)
-    evaluation.finish(folder / "eval", {}, summaries)
+    evaluation.finish(folder / "eval", {}, rows)
     return str(folder)
 
 
@@ -603,7 +604,7 @@ def test_comparison_uses_the_problems_that_all_runs_have(tmp_path, capsys, monke
     cells = {row[1].strip(): [cell.strip() for cell in row[2:6]] for row in rows}
     assert cells["math500"][:3] == ["2", "100.0", "0.0"]
     assert cells["average"][1:3] == ["75.0", "25.0"]
-    assert drawn[0]["math500"] == {"a": (1.0, 0.0), "b": (0.0, 0.0)}
+    assert drawn[0]["math500"] == {"a": [1.0, 1.0], "b": [0.0, 0.0]}
 
 
 def test_comparison_shows_best_against_last_accuracy(tmp_path, capsys):
@@ -625,9 +626,63 @@ def test_comparison_mistakes_are_one_sentence(tmp_path, capsys):
     capsys.readouterr()
     assert "two runs" in one_sentence(capsys, compare, a)
     assert "evaluate it first" in one_sentence(capsys, compare, a, tmp_path / "c")
-    assert "no benchmark" in one_sentence(capsys, compare, a, b)
+    assert "no problem" in one_sentence(capsys, compare, a, b)
     c = make_results(tmp_path / "c", {"math500": [0.0]})
     assert "metrics.jsonl" in one_sentence(capsys, compare, a, c, "--metrics")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn."""
+    drawn, save = [], evaluation.Figure.savefig
+
+    def savefig(figure, *args, **kwargs):
+        save(figure, *args, **kwargs)
+        drawn.append(figure)
+
+    monkeypatch.setattr(evaluation.Figure, "savefig", savefig)
+    return drawn
+
+
+def test_no_picture_cuts_anything_off(tmp_path, figures):
+    names = [f"qwen3-1.7b-dapo-{rule}" for rule in ("sequence", "token", "balanced", "a", "b")]
+    for tasks, runs, metrics in ((1, 2, ()), (1, 5, ("--metrics",)), (6, 3, ())):
+        folders = []
+        for name in names[:runs]:
+            run = make_run(tmp_path / f"{tasks}{runs}" / name, "token", [0.1, 0.9, 0.5])
+            tables = {task: [0.5, 1.0] for task in list(evaluation.BENCHMARKS)[:tasks]}
+            folders.append(make_results(run, tables))
+        compare(*folders, *metrics)
+    evaluation.draw_curves(Path(folders[0]))
+    for worlds in (1, 2):
+        rules = {rule: [Path(folders[0])] * 3 for rule in evaluation.COLORS}
+        evaluation.draw_rules({f"world {i}": rules for i in range(worlds)}, tmp_path / "r.png")
+    assert len(figures) == 6
+    for figure in figures:
+        inked, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert inked.xmin >= 0
+        assert inked.ymin >= 0
+        assert inked.xmax <= width
+        assert inked.ymax <= height
+
+
+def test_a_single_step_is_seen_in_every_panel(tmp_path, figures):
+    evaluation.draw_curves(make_run(tmp_path / "run", "token", [0.1], written=1))
+    (figure,) = figures
+    lines = [line for panel in figure.axes for line in panel.get_lines()]
+    assert len(lines) == 9
+    assert all(line.get_marker() not in ("None", None, "") for line in lines)
+    for low, high in (panel.get_xlim() for panel in figure.axes):
+        assert low <= 0
+        assert high >= 1
+
+
+def test_a_rule_keeps_its_colour_beside_runs_named_after_it():
+    names = ["balanced", "long-balanced", "base", "token"]
+    colors = evaluation.color_of(names)
+    assert colors["balanced"] == evaluation.COLORS["balanced"]
+    assert colors["token"] == evaluation.COLORS["token"]
+    assert len(set(colors.values())) == 4
 
 
 def test_accuracy_is_over_updates_done(tmp_path):
