@@ -655,6 +655,8 @@ def compare(options):
             scores[task] = {n: [t[key] for key in keys] for n, t in zip(names, tables)}
     if not scores:
         fail(f"--compare {' '.join(runs)}: no problem has a score in all of them")
+    if left_out := sorted(set().union(*results.values()) - scores.keys()):
+        print(f"left out, as not all runs have a score on common problems: {', '.join(left_out)}")
     pairs = [(b, a) for a, b in itertools.combinations(names, 2)]
 
     def row(label, count, tasks):

@@ -607,6 +607,17 @@ def test_comparison_uses_the_problems_that_all_runs_have(tmp_path, capsys, monke
     assert drawn[0]["math500"] == {"a": [1.0, 1.0], "b": [0.0, 0.0]}
 
 
+def test_comparison_says_what_it_leaves_out(tmp_path, capsys):
+    a = make_results(tmp_path / "a", {"math500": [1.0], "aime24": [0.5], "aime25": [0.5, 0.0]})
+    b = make_results(tmp_path / "b", {"math500": [0.0], "minerva_math": [1.0], "aime25": [0.5]})
+    # Of aime25 they have no problem in common.
+    results = (tmp_path / "b/eval/results.json").read_text().replace("0 h", "0 other")
+    (tmp_path / "b/eval/results.json").write_text(results.replace("0 other", "0 h", 1))
+    capsys.readouterr()
+    compare(a, b)
+    assert ": aime24, aime25, minerva_math\n" in capsys.readouterr().out
+
+
 def test_comparison_shows_best_against_last_accuracy(tmp_path, capsys):
     for rule, curve in (("sequence", [0.1, 0.5, 0.9, 0.6]), ("token", [0.1, 0.5, 0.7, 0.8])):
         make_results(make_run(tmp_path / rule, rule, curve), {"math500": [0.5, 1.0]})
