@@ -205,8 +205,7 @@ eval.main()
 def test_two_ranks_give_the_results_of_one(whole, policy, tmp_path):
     """Also when one reads what is done seconds after the other: none has written by then."""
     (tmp_path / "late.py").write_text(LATE)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                "--master-port", str(20_000 + os.getpid() % 20_000))  # fmt: skip
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     process = start(*argv(policy, tmp_path), script=torchrun, program=tmp_path / "late.py")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

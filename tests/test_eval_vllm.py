@@ -1,7 +1,6 @@
 """eval.py with real vLLM (on CPU or GPU); skipped where vLLM is not installed."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +59,7 @@ def test_a_vllm_evaluation_resumes_to_the_same_responses(by_vllm, policy, tmp_pa
 
 def test_two_ranks_each_with_its_vllm_give_the_results_of_one(by_vllm, policy, tmp_path):
     """Also when one rank has nothing to do: vLLM's start is a common act of all ranks."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                "--master-port", str(20_000 + os.getpid() % 20_000))  # fmt: skip
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert run(policy, tmp_path, "--limit", 1, script=torchrun)["problems"] == 1
     assert run(policy, tmp_path, "--limit", 40, script=torchrun) == by_vllm[0]
 
