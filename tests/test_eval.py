@@ -74,7 +74,7 @@ def test_hub_rows_become_problems_at_the_pinned_revision(name, monkeypatch):
     problems = evaluation.load_benchmark(name)
     assert len(problems) == benchmark.rows
     assert problems[7] == {"id": "7", "problem": "p", "answer": gold}
-    assert asked[0][0][0] == benchmark.hub_id
+    assert asked[0][0] == (benchmark.hub_id, benchmark.config or None)
     assert asked[0][1] == {"split": benchmark.split, "revision": benchmark.revision}
 
 
@@ -187,6 +187,9 @@ def test_livecodebench_scores_programs_on_public_and_encoded_private_tests(tmp_p
         lcb_row("plain", STDIN, private=json.dumps),  # some rows are not encoded
     ]
     square, pair, plain = load_lcb(tmp_path, rows)
+    path = tmp_path / "livecodebench.jsonl"
+    path.write_text("\n".join([*path.read_text().splitlines(), "", ""]).replace("\n", "\n\n"))
+    square, pair, plain = evaluation.load_benchmark("livecodebench", options("--data", tmp_path))
     assert square["tests"]() == STDIN
     assert plain["tests"]() == STDIN
     assert pair["tests"]() == FUNCTIONAL
@@ -670,11 +673,37 @@ def test_no_picture_cuts_anything_off(tmp_path, figures):
         evaluation.draw_rules({f"world {i}": rules for i in range(worlds)}, tmp_path / "r.png")
     assert len(figures) == 6
     for figure in figures:
+        for panel in figure.axes:  # labels do not lie upon one another
+            boxes = sorted((t.get_window_extent() for t in panel.texts), key=lambda box: box.y0)
+            assert all(a.y1 <= b.y0 + 1 for a, b in itertools.pairwise(boxes))
         inked, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
         assert inked.xmin >= 0
         assert inked.ymin >= 0
         assert inked.xmax <= width
         assert inked.ymax <= height
+
+
+def test_bars_are_scores_and_their_intervals_two_standard_errors(tmp_path, figures):
+    scores = {"math500": {"token": [1.0, 0.0, 1.0, 0.0], "balanced": [1.0, 1.0, 1.0, 1.0]}}
+    evaluation.draw_compare(scores, {}, tmp_path / "compare.png")
+    token, balanced = [c for c in figures[0].axes[0].containers if hasattr(c, "patches")]
+    assert (token.patches[0].get_height(), balanced.patches[0].get_height()) == (0.5, 1.0)
+    ((low, high),) = (segment[:, 1] for segment in token.errorbar[2][0].get_segments())
+    assert high - low == pytest.approx(2 * 1.96 * (1 / 3) ** 0.5 / 2)
+
+
+def test_the_table_of_the_rules_holds_means_over_seeds(tmp_path):
+    seeds = [
+        make_run(tmp_path / str(last), "token", [0.1, last, last, last, last])
+        for last in (0.4, 0.6)
+    ]
+    for run in seeds:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+        write_jsonl(run / "metrics.jsonl", [row | {"length_gap": 7.0} for row in rows])
+    table = evaluation.rules_table({"world": {"token": seeds}})
+    cells = [cell.strip() for cell in table.splitlines()[2].split("|")[3:-1]]
+    # `mean`: up from 0.1 for a quarter of the training, then flat
+    assert cells == ["0.100", "0.500", "0.500", "0.450", "50.0", "+7.0", "0.300"]
 
 
 def test_a_single_step_is_seen_in_every_panel(tmp_path, figures):
