@@ -300,11 +300,10 @@ def lcb_files(release):
     """test.jsonl, test2.jsonl ... from the hub's cache."""
     from transformers.utils import cached_file
 
-    lcb = BENCHMARKS["livecodebench"]
-    names = ["test.jsonl", *(f"test{i}.jsonl" for i in range(2, int(release[-1]) + 1))]
+    lcb, names = BENCHMARKS["livecodebench"], [f"test{i}.jsonl" for i in ("", 2, 3, 4, 5, 6)]
     try:
         return [cached_file(lcb.hub_id, name, repo_type="dataset", revision=lcb.revision)
-                for name in names]  # fmt: skip
+                for name in names[: int(release[-1])]]  # fmt: skip
     except OSError as error:
         fail(f"livecodebench: {lcb.hub_id} cannot be reached ({str(error).splitlines()[0]}); "
              "put its rows into DIR/livecodebench.jsonl and give --data DIR")  # fmt: skip
@@ -516,14 +515,6 @@ def read_samples(folder, settings_hash):
     return {tuple(row[key] for key in PLACE): row for row in rows}
 
 
-def make_engine(kind, dtype, max_model_len, tokenizer, device, options):
-    stop_ids = stop_token_ids(options.model, tokenizer)
-    if kind == "vllm":
-        share = 0.9  # of the GPU's memory: no trainer is beside it
-        return VLLMEngine(options.model, stop_ids, max_model_len, dtype, share, options.seed)
-    return TransformersEngine(load_policy(options.model, device), stop_ids, options.batch_size)
-
-
 def evaluate(options):
     from transformers import AutoConfig
 
@@ -551,8 +542,13 @@ def evaluate(options):
     over_ranks(0, device)  # before any of them writes
     missing = [p for p in wanted if p not in done or done[p]["reason"] == "sandbox_error"]
     if missing:  # on every rank, even if its share is empty: vLLM's start is a common act
-        longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in missing)
-        engine = make_engine(kind, dtype, longest, tokenizer, device, options)
+        stop_ids = stop_token_ids(options.model, tokenizer)
+        if kind == "vllm":  # it may have 0.9 of the GPU's memory: no trainer is beside it
+            longest = sampling.max_tokens + max(len(wanted[p]["prompt_ids"]) for p in missing)
+            engine = VLLMEngine(options.model, stop_ids, longest, dtype, 0.9, options.seed)
+        else:
+            policy = load_policy(options.model, device)
+            engine = TransformersEngine(policy, stop_ids, options.batch_size)
         turn = {problem: i for i, problem in enumerate(dict.fromkeys(p[:2] for p in missing))}
         share = [p for p in missing if turn[p[:2]] % world == rank]  # whole problems
         share.sort(key=lambda p: len(wanted[p]["prompt_ids"]))  # batches with little padding

@@ -269,7 +269,9 @@ def test_livecodebench_programs_are_sampled_and_run(tmp_path, monkeypatch):
     config = type("Config", (), {**names, "_commit_hash": None})
     monkeypatch.setattr(evaluation, "load_from_hub", lambda *_: config)
     monkeypatch.setattr(evaluation, "load_tokenizer", lambda _: Bytes())
-    monkeypatch.setattr(evaluation, "make_engine", lambda *_: Programmer())
+    for name in ("stop_token_ids", "load_policy"):
+        monkeypatch.setattr(evaluation, name, lambda *_: None)
+    monkeypatch.setattr(evaluation, "TransformersEngine", lambda *_: Programmer())
     rows = [lcb_row(name, STDIN) for name in ("a", "b")]
     write_jsonl(tmp_path / "livecodebench.jsonl", rows)
     base = ["--model", "coder", "--benchmarks", "livecodebench", "--data", tmp_path]
