@@ -687,7 +687,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             logsumexp[rows] = logits.logsumexp(dim=-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - logsumexp[rows]
             p = (logits - logsumexp[rows, None]).exp_()
-            entropy[rows] = logsumexp[rows] - torch.linalg.vecdot(p, logits)
+            entropy[rows] = logsumexp[rows] - p.mul_(logits).sum(dim=-1)
         ctx.save_for_backward(hidden, master_weight, targets, logsumexp)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
