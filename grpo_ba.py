@@ -512,7 +512,7 @@ class VLLMEngine:
             enable_chunked_prefill=cuda,  # a CPU generator cannot take back a chunk's draw
             generation_config="vllm",  # not the checkpoint's sampling defaults
             logprobs_mode="processed_logprobs",  # after temperature: of the policy that samples
-            distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            distributed_executor_backend="external_launcher" if world_size() > 1 else None,
         )
 
     def load_weights(self, model):
@@ -1018,6 +1018,10 @@ def restore(checkpoint, optimizer):
     """Optimizer and random states of a checkpoint; returns the step it was made after."""
     state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
+    if hasattr(optimizer, "optim"):  # ZeRO loads everything twice, and AdamW's `step` on the CPU
+        optimizer.state.clear()
+        for parameter, moments in optimizer.optim.state.items():
+            moments["step"] = moments["step"].to(parameter.device)
     torch.set_rng_state(state["rng"]["torch"])
     if len(state["rng"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["rng"]["cuda"])
@@ -1038,7 +1042,7 @@ def load_policy(path, device, gradient_checkpointing=False):
 
 def make_optimizer(model, config):
     settings = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
-    if config.zero and dist.is_initialized():
+    if config.zero and world_size() > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
