@@ -1063,22 +1063,27 @@ def memory_plan(config, model_config, world):
     kept = layers * (stream if config.gradient_checkpointing else layer) + 6 * stream
     bf16_weights = 0 if config.gradient_checkpointing else 2 * N  # kept for the backward pass
     head = 12 * chunk * V + 8 * H * V  # logits thrice, and the head's weight and gradient
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or H // model_config.num_attention_heads
+    longest = config.max_prompt_tokens + config.max_response_tokens
     parts = {
         "parameters": 4 * N,  # float32
         "gradients": 4 * N,
         "optimizer": 8 * N // (world if config.zero else 1),  # two AdamW moments
         "activations": T * kept + bf16_weights + max(1.5 * T * layer, head),
         "vLLM weights": 2 * N,
+        # Of the transformers engine, float32; vLLM's is what its weights leave of its share.
+        "KV cache": 8 * layers * heads * head_dim * longest * config.rollout_rows,
     }
     return {name: size / 2**30 for name, size in parts.items()}
 
 
-def check_memory(config, model_config, world, gpu_gib):
+def check_memory(config, model_config, world, gpu_gib, use_vllm=True):
     """Before anything loads: when the plan does not fit, one sentence says which knob to turn."""
     plan = memory_plan(config, model_config, world)
     other = 2  # CUDA context, fragments, what a sleeping engine keeps
     vllm_needs, vllm_gets = 1.2 * plan.pop("vLLM weights"), config.vllm_memory * gpu_gib
-    rollout = plan["parameters"] + plan["optimizer"] + vllm_gets + other
+    cache, trainer = plan.pop("KV cache"), plan["parameters"] + plan["optimizer"] + other
     update = sum(plan.values()) + other
     states = update - plan["activations"]
     sentence = f"--model {config.model}: on a GPU of {gpu_gib:.0f} GiB the "
@@ -1089,10 +1094,14 @@ def check_memory(config, model_config, world, gpu_gib):
         knob = "lower --micro_batch_tokens (and --max_response_tokens, if that is the limit)"
         knob = knob if config.gradient_checkpointing else "add --gradient_checkpointing"
         fail(f"{sentence}update needs {update:.0f} GiB; {knob}")
-    if vllm_needs > vllm_gets:
+    if not use_vllm and trainer + cache > gpu_gib:
+        rows = int(config.rollout_rows * (gpu_gib - trainer) / cache)
+        fail(f"{sentence}rollout needs {trainer + cache:.0f} GiB without vLLM; install it, or lower "
+             f"--rollout_rows to {max(1, rows)}")  # fmt: skip
+    if use_vllm and vllm_needs > vllm_gets:
         fail(f"{sentence}engine needs {vllm_needs:.0f} GiB or more; raise --vllm_memory")
-    if rollout > gpu_gib:
-        fail(f"{sentence}rollout needs {rollout:.0f} GiB beside the trainer; lower --vllm_memory")
+    if use_vllm and trainer + vllm_gets > gpu_gib:
+        fail(f"{sentence}rollout needs {trainer + vllm_gets:.0f} GiB in all; lower --vllm_memory")
 
 
 def load_task(config):
@@ -1116,13 +1125,14 @@ def train(config):
     """The whole run. Returns its folder (on rank 0)."""
     rank, world, device = setup_distributed()
     torch.manual_seed(config.seed)
+    use_vllm = pick_engine(config.engine) == "vllm"
     if config.model:  # the cheap questions, before anything large is downloaded or loaded
         from transformers import AutoConfig
 
         model_config = load_from_hub(AutoConfig, config.model)
         if device.type == "cuda":
             gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-            check_memory(config, model_config, world, gpu_gib)
+            check_memory(config, model_config, world, gpu_gib, use_vllm)
         longest = config.max_prompt_tokens + config.max_response_tokens
         if longest > model_config.max_position_embeddings:
             fail(f"--max_response_tokens {config.max_response_tokens}: with max_prompt_tokens more "
@@ -1135,7 +1145,6 @@ def train(config):
     stop_ids = stop_token_ids(path, tokenizer)
     problems = encode_problems(problems, tokenizer, config)
     eval_problems = eval_problems and encode_problems(eval_problems, tokenizer, config)
-    use_vllm = pick_engine(config.engine) == "vllm"
     if use_vllm:  # before the trainer, while the GPU is empty
         max_model_len = config.max_prompt_tokens + config.max_response_tokens
         dtype = "bfloat16" if device.type == "cuda" else "float32"

@@ -26,12 +26,12 @@ MODELS = {  # as in the hub's config.json
 GPUS = {"1 x 24 GB": (1, 23.6), "1 x 80 GB": (1, 79.2), "8 x 80 GB": (8, 79.2)}  # count, GiB each
 
 
-def verdict(config, model_config, world, gpu_gib):
+def verdict(config, model_config, world, gpu_gib, use_vllm=True):
     """What the start-up check says: nothing, or why not."""
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         try:
-            check_memory(config, model_config, world, gpu_gib)
+            check_memory(config, model_config, world, gpu_gib, use_vllm)
         except SystemExit:
             return stderr.getvalue().strip().partition(" GiB the ")[2]
     return "fits"
@@ -46,7 +46,7 @@ def main():
         config = parse(["--preset", f"{name.lower()}-dapo"])
         for gpus, (world, gpu_gib) in GPUS.items():
             plan = memory_plan(config, model_config, world)
-            del plan["vLLM weights"]
+            del plan["vLLM weights"], plan["KV cache"]
             parts = [*plan.values(), sum(plan.values()) + 2, config.vllm_memory * gpu_gib]
             print(f"| {name} | {gpus} | " + " | ".join(f"{part:.1f}" for part in parts)
                   + f" | {verdict(config, model_config, world, gpu_gib)} |")  # fmt: skip
