@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from verify import Verifier, fail
+from verify import Verifier, fail, normalise
 
 # ----------------------------------------------------------------------------------------
 # 1. Config: every knob with one line of help; `--preset` names a set of flags, and the flags given
@@ -238,24 +238,31 @@ def load_problems(source, excluded=frozenset()):
     """
     rows, columns = read_rows(source)
     found, untouched = {}, 0  # problem text -> the different rows with it, in file order
-    for row in rows:
-        if {"prompt", "solution"} <= columns:
-            text, row = row["prompt"], {"answer": row["solution"]}
+    for number, row in enumerate(rows, start=1):
+        text = row.get("problem")
+        if "problem" in columns and columns & {"answer", "tests"}:
+            keys = ("tests", "func_name") if row.get("tests") else ("answer",)
+            row = {key: row.get(key) for key in keys}
+        elif {"prompt", "solution"} <= columns:
+            text, row = row.get("prompt"), {"answer": row.get("solution")}
         elif {"prompt", "reward_model"} <= columns:
-            whole = row["prompt"][-1]["content"]
-            row = {"answer": row["reward_model"]["ground_truth"]}
+            try:
+                whole = row["prompt"][-1]["content"]
+                row = {"answer": row["reward_model"]["ground_truth"]}
+            except (KeyError, IndexError, TypeError):
+                fail(f"data {source}: row {number} lacks DAPO-Math-17k's prompt messages or "
+                     "reward_model.ground_truth; mend or drop it")  # fmt: skip
             # Not lstrip, which takes a SET of characters and eats into the problem.
             text = whole.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
             untouched += text == whole
-        elif "problem" in columns and columns & {"answer", "tests"}:
-            keys = ("tests", "func_name") if row.get("tests") else ("answer",)
-            text, row = row.get("problem"), {key: row.get(key) for key in keys}
         else:
             fail(f"data {source}: the columns are {sorted(columns)}; needed are problem and answer "
                  "(or tests), or one of the two DAPO-Math-17k forms")  # fmt: skip
+        if not isinstance(text or "", str):
+            fail(f"data {source}: the problem of row {number} is not text but {str(text)[:60]}")
         if "answer" in row:
             row["answer"] = gold_text(row["answer"])
-        same_text = found.setdefault(str(text or "").strip(), [])
+        same_text = found.setdefault((text or "").strip(), [])
         if row not in same_text:
             same_text.append(row)
     problems, dropped = [], Counter()
@@ -287,9 +294,10 @@ def gold_text(gold):
 def is_verifiable(row):
     """Something a rule can check: not empty, and no essay (POLARIS keeps some proof tasks)."""
     if "tests" in row:
-        return True
+        return isinstance(row["tests"], list)
     golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-    return bool(golds) and all(0 < len(g) <= 300 and len(g.split()) <= 20 for g in golds)
+    short = all(normalise(g) and len(g) <= 300 and len(g.split()) <= 20 for g in golds)
+    return bool(golds) and short
 
 
 def load_tokenizer(path):

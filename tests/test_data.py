@@ -114,7 +114,7 @@ def test_polaris_keeps_what_a_rule_can_check(kind, tmp_path, capsys):
     essay = (
         "Suppose not; then there is a smallest such number, and half of it is smaller still. " * 3
     )
-    answers = [r"\frac{3}{4}", r"x \in [0, 1)", essay, "", "the 3rd of June"]
+    answers = [r"\frac{3}{4}", r"x \in [0, 1)", essay, "", "the 3rd of June", "$$", "**"]
     rows = [
         {"problem": f"Problem {i}", "answer": answer, "difficulty": "3/8"}
         for i, answer in enumerate(answers)
@@ -122,7 +122,7 @@ def test_polaris_keeps_what_a_rule_can_check(kind, tmp_path, capsys):
     problems = load_problems(write_rows(tmp_path, rows, kind))
     assert [p["answer"] for p in problems] == [answers[0], answers[1], answers[4]]
     assert problems[0].keys() == {"problem", "answer"}
-    assert "2 without a verifiable answer" in capsys.readouterr().out
+    assert "4 without a verifiable answer" in capsys.readouterr().out
 
 
 def test_golds_become_text_whatever_their_type(tmp_path):
@@ -139,7 +139,8 @@ def test_rows_with_tests_are_code_and_may_stand_beside_maths(tmp_path):
         {"problem": "What is 1 + 1?", "answer": "2"},
         {"problem": "Write inc(x).", "tests": tests, "func_name": "inc"},
     ]
-    assert load_problems(write_rows(tmp_path, rows)) == [
+    broken = [{"problem": "Add two.", "tests": "1 -> 3"}]
+    assert load_problems(write_rows(tmp_path, rows + broken)) == [
         {"problem": "Add one.", "tests": tests, "func_name": None},
         {"problem": "What is 1 + 1?", "answer": "2"},
         {"problem": "Write inc(x).", "tests": tests, "func_name": "inc"},
@@ -206,6 +207,26 @@ def test_data_that_cannot_be_used_is_named_in_one_sentence(tmp_path, capsys):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
     assert "cannot be read" in mistake(capsys, load_problems, str(tmp_path / "torn.parquet"))
     assert "hub id that can be reached" in mistake(capsys, load_problems, "no-such/data")
+    good = {"prompt": "1?", "solution": "1"}
+    path = write_rows(tmp_path, [good, {"prompt": [{"content": "2?"}], "solution": "2"}])
+    assert "the problem of row 2 is not text but [{'content'" in mistake(
+        capsys, load_problems, path
+    )
+    for prompt in (None, [], "2?"):
+        raw = {"prompt": prompt, "reward_model": {"ground_truth": "2"}}
+        path = write_rows(tmp_path, [raw])
+        assert "row 1 lacks DAPO-Math-17k's prompt" in mistake(capsys, load_problems, path)
+
+
+def test_a_row_may_lack_a_column_that_another_has(tmp_path, capsys):
+    """As happens in .jsonl files; a column that is not needed chooses no schema."""
+    rows = [
+        {"problem": "1?", "answer": "1", "prompt": "x", "solution": "x"},
+        {"problem": "2?"},
+        {"answer": "3"},
+    ]
+    assert load_problems(write_rows(tmp_path, rows)) == [{"problem": "1?", "answer": "1"}]
+    assert "2 without a verifiable answer" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------
