@@ -1195,11 +1195,12 @@ def train(config):
         for step in range(done + 1, config.steps + 1):
             stopwatch.reset()
             last = step == config.steps
-            # 1. The engine takes the weights over; every eval_every steps they are evaluated.
+            # 1. The engine takes the weights over; before every eval_every-th step they are
+            #    evaluated, and after the last: a run ends with a score of the policy that it saved.
             engine.load_weights(model)
             stopwatch.lap("rollout")
             accuracy = None
-            if eval_problems and (step - 1) % config.eval_every == 0:
+            if eval_problems and (step - 1) % config.eval_every == 0 and not last:
                 accuracy = evaluate()
             # 2. Rollout: G responses to each of this rank's P/world prompts.
             batch = step_problems(problems, config, step)[rank::world]
@@ -1219,7 +1220,7 @@ def train(config):
                 group["lr"] = lr
             trained = update(model, optimizer, responses, advantages, weights, config)
             stopwatch.lap("update")
-            # 6. Log and save. A run ends with a score of the policy that it saved.
+            # 6. Log and save.
             if last and eval_problems:
                 engine.load_weights(model)
                 accuracy = evaluate()
@@ -1244,7 +1245,7 @@ def train(config):
                 f"reward {metrics['reward']:.3f}, length {metrics['length']:.0f}, "
                 f"entropy {metrics['entropy_sampled']:.2f}"
             )
-            if stop and not last:
+            if stop:
                 bar.close()
                 print0(
                     f"interrupted: saved after step {step}; go on with --resume {run and run.path}"

@@ -341,6 +341,14 @@ def test_the_toys_held_out_problems_are_never_trained_on(monkeypatch):
             assert len(tokenizer.encode(text)) == len(text)  # character by character
 
 
+def test_no_evaluation_is_made_whose_score_a_later_one_would_replace(workspace, monkeypatch):
+    scored, score = [], grpo_ba.score
+    monkeypatch.setattr(grpo_ba, "score", lambda *args: scored.append(len(args[3])) or score(*args))
+    run = workspace(*SMALL, "--steps", 3, "--eval_every", 2, "--eval_problems", 9)
+    assert scored == [9, 4, 4, 4, 9]  # not also before step 3, whose line has the last score
+    assert [line["eval_accuracy"] is None for line in read_metrics(run)] == [False, True, False]
+
+
 # ----------------------------------------------------------------------------------------
 # Crashes and resuming
 
