@@ -1043,6 +1043,11 @@ def load_policy(path, device, gradient_checkpointing=False):
     model = load_from_hub(
         AutoModelForCausalLM, path, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
+    odd = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+           if getattr(model.config, name, None) not in (None, 1)]  # fmt: skip
+    if odd or getattr(model.get_output_embeddings(), "bias", None) is not None:
+        fail(f"--model {path}: its head has {', '.join(odd) or 'a bias'}, and response_logprobs takes "
+             "the head for one product; choose another model, or extend that function")  # fmt: skip
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval()

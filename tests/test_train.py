@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -508,6 +509,42 @@ MISTAKES = {
     "--report_to abacus": "--report_to abacus: not installed",
     "--aggregation all --name x": "--aggregation all: names its own runs",
 }
+
+
+def test_a_resumed_runs_preset_and_fields_are_checked(capsys, tmp_path):
+    config = {"preset": "toy", "steps": 7}  # a field that is not there keeps its default
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["--resume", str(tmp_path)]
+    assert grpo_ba.parse(argv) == grpo_ba.parse([*argv, "--preset", "toy"])
+    assert grpo_ba.parse(argv).steps == 7
+    line = mistake(capsys, grpo_ba.parse, [*argv, "--preset", "small"])
+    assert "--preset small: a resumed run keeps its preset" in line
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kl": 0.1}))
+    assert "its config.json has kl, which this version does not know" in mistake(
+        capsys, grpo_ba.parse, argv
+    )
+
+
+def test_flags_may_be_spelt_with_dashes(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("")
+    config = grpo_ba.parse(["--model", "x", "--train-data", str(file), "--group-size", "3"])
+    assert (config.preset, config.train_data, config.group_size) == ("small", str(file), 3)
+    qwen = grpo_ba.parse(["--preset", "qwen3-1.7b-dapo", "--train-data", str(file)])
+    assert qwen.eval_data == qwen.exclude_data == ""  # as with --train_data
+
+
+def test_a_head_of_more_than_one_product_is_refused(tmp_path, capsys):
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}  # fmt: skip
+    for config, what in (
+        (transformers.Gemma2Config(**sizes), "final_logit_softcapping"),
+        (transformers.GraniteConfig(**sizes, logits_scaling=8.0), "logits_scaling"),
+        (transformers.PhiConfig(**{**sizes, "num_key_value_heads": 2}), "a bias"),
+    ):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / what)
+        line = mistake(capsys, grpo_ba.load_policy, str(tmp_path / what), "cpu")
+        assert f"its head has {what}, and" in line
 
 
 @pytest.mark.parametrize("argv", MISTAKES)
