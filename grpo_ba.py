@@ -1521,7 +1521,7 @@ def parse(argv=None):
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.error = bad_flag
     for name in ("preset", "resume", "model", "train_data"):
-        first.add_argument(f"--{name}", default="")
+        first.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default="")
     given, _ = first.parse_known_args(argv)
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = bad_flag
@@ -1529,7 +1529,13 @@ def parse(argv=None):
         path = Path(given.resume, "config.json")
         if not path.is_file():
             fail(f"--resume {given.resume}: no config.json there; give the folder of a run")
-        parser.set_defaults(**json.loads(path.read_text()))
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if given.preset not in ("", saved["preset"]):
+            fail(f"--preset {given.preset}: a resumed run keeps its preset; leave the flag out")
+        if unknown := saved.keys() - asdict(Config()).keys():
+            fail(f"--resume {given.resume}: its config.json has {', '.join(sorted(unknown))}, which "
+                 "this version does not know; take the version it was made with")  # fmt: skip
+        parser.set_defaults(**saved)
     else:
         by_hardware = "qwen3-1.7b-dapo" if torch.cuda.is_available() else "toy"
         preset = given.preset or ("small" if given.model else by_hardware)
