@@ -1180,7 +1180,7 @@ def train(config):
         seeds = [
             sample_seed(config.seed, *key, p["place"], g) for p in some_problems for g in range(n)
         ]
-        return engine.generate(prompts, n, sampling, seeds, progress=key[0])
+        return engine.generate(prompts, n, sampling, seeds, progress=key[0] if rank == 0 else "")
 
     def evaluate():
         """Share of held-out problems solved, with the same random numbers each time."""
@@ -1252,9 +1252,8 @@ def train(config):
             )
             if stop:
                 bar.close()
-                print0(
-                    f"interrupted: saved after step {step}; go on with --resume {run and run.path}"
-                )
+                if run:
+                    print0(f"interrupted: saved after step {step}; go on with --resume {run.path}")
                 raise SystemExit(130)
     bar.close()
     signal.signal(signal.SIGINT, previous_handler)
@@ -1573,7 +1572,7 @@ def main():
         else:
             train(config)
     except KeyboardInterrupt:
-        fail("interrupted before the first step: nothing to save")
+        fail("interrupted outside of a step: nothing is lost; --resume continues a run's folder")
     finally:
         leave_distributed()
 

@@ -591,13 +591,13 @@ def test_a_preset_whose_hub_cannot_be_reached_says_so(preset, capsys, tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_ctrl_c_before_the_first_step_is_one_line(capsys, monkeypatch):
+def test_ctrl_c_outside_of_a_step_is_one_line(capsys, monkeypatch):
     def interrupt(config):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(grpo_ba, "train", interrupt)
     monkeypatch.setattr(sys, "argv", ["grpo_ba.py", "--preset", "toy"])
-    assert "interrupted before the first step" in mistake(capsys, grpo_ba.main)
+    assert "interrupted outside of a step" in mistake(capsys, grpo_ba.main)
 
 
 def test_help_shows_a_line_for_every_field(capsys):
