@@ -581,9 +581,9 @@ def pick_engine(kind):
 def score(verifier, tokenizer, responses, problems):
     """responses: B = P*G, prompt by prompt; problems: P. Returns rewards [P, G] and the texts."""
     texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-    G = len(responses) // len(problems)
+    G = len(responses) // max(1, len(problems))
     verdicts = verifier.score(texts, [problem for problem in problems for _ in range(G)])
-    return torch.tensor([verdict.reward for verdict in verdicts]).view(-1, G), texts
+    return torch.tensor([verdict.reward for verdict in verdicts]).view(len(problems), G), texts
 
 
 # ----------------------------------------------------------------------------------------
