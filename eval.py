@@ -36,10 +36,10 @@ from matplotlib.ticker import AutoLocator, MaxNLocator
 from tqdm import tqdm
 
 from grpo_ba import (  # isort: skip
-    Sampling, TransformersEngine, VLLMEngine, arg, bad_flag, check_engine, encode_prompt, gold_text,
-    hush_libraries, leave_distributed, load_from_hub, load_policy, load_tokenizer, over_ranks,
-    pick_engine, print0, read_rows, sample_seed, setup_distributed, stop_token_ids, toy_problems,
-    write_atomic,
+    Sampling, TransformersEngine, VLLMEngine, append_lines, arg, bad_flag, check_engine,
+    encode_prompt, gold_text, hush_libraries, leave_distributed, load_from_hub, load_policy,
+    load_tokenizer, over_ranks, pick_engine, print0, read_rows, sample_seed, setup_distributed,
+    stop_token_ids, toy_problems, write_atomic,
 )  # fmt: skip
 from verify import RowError, Verifier, extract_answer, fail
 
@@ -489,13 +489,6 @@ def read_lines(path):
     if path.exists():
         with open(path, encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
-
-
-def append_lines(path, rows):
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def merge_ranks(folder):

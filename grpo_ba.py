@@ -45,6 +45,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers as hf
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -148,18 +149,16 @@ def check(c):
     """Refuses what cannot work, before anything is loaded."""
     counts = "prompts_per_step minibatches epochs steps eval_every eval_problems save_every "
     counts += "toy_seeds max_prompt_tokens max_response_tokens rollout_rows"
-    for words, least, names in (
-        ("at least 2", 2, "group_size"),
-        ("at least 1", 1, counts),
-        ("0 or more", 0, "seed lr lr_warmup_steps weight_decay tis_cap logprob_chunk"),
-        ("more than 0", 1e-9, "temperature max_grad_norm clip_low clip_high vllm_memory"),
+    for words, least, bound, names in (
+        ("at least 2", 2, math.inf, "group_size"),
+        ("at least 1", 1, math.inf, counts),
+        ("0 or more", 0, math.inf, "seed lr lr_warmup_steps weight_decay tis_cap logprob_chunk"),
+        ("more than 0", 1e-9, math.inf, "temperature max_grad_norm clip_high"),
+        ("between 0 and 1", 1e-9, 1, "clip_low vllm_memory"),
     ):
         for name in names.split():
-            if not least <= getattr(c, name) < math.inf:
+            if not least <= getattr(c, name) < bound:
                 fail(f"--{name} {getattr(c, name)}: must be {words}")
-    for name in ("clip_low", "vllm_memory"):
-        if getattr(c, name) >= 1:
-            fail(f"--{name} {getattr(c, name)}: must be less than 1")
     if c.aggregation not in (*AGGREGATIONS, "all"):
         fail(f"--aggregation {c.aggregation}: unknown; choose {', '.join(AGGREGATIONS)} or all")
     world, longest = world_size(), c.max_prompt_tokens + c.max_response_tokens
@@ -192,6 +191,12 @@ def check_engine(kind):
 
 def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+
+
+def print0(*args):
+    """Prints on rank 0 only, above any progress bar."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        tqdm.write(" ".join(map(str, args)))
 
 
 # ----------------------------------------------------------------------------------------
@@ -301,9 +306,7 @@ def is_verifiable(row):
 
 
 def load_tokenizer(path):
-    from transformers import AutoTokenizer
-
-    tokenizer = load_from_hub(AutoTokenizer, path)
+    tokenizer = load_from_hub(hf.AutoTokenizer, path)
     if not tokenizer.chat_template:
         fail(f"--model {path}: its tokenizer has no chat template, so no prompt can be built")
     return tokenizer
@@ -383,10 +386,8 @@ def sample_seed(*key):
 
 def stop_token_ids(path, tokenizer):
     """All tokens that end a response. Qwen3 has two, and the tokenizer names only one."""
-    from transformers import GenerationConfig
-
     try:
-        stops = GenerationConfig.from_pretrained(os.path.expanduser(path)).eos_token_id
+        stops = hf.GenerationConfig.from_pretrained(os.path.expanduser(path)).eos_token_id
     except OSError:  # a checkpoint need not have generation_config.json
         stops = None
     stops = set(stops if isinstance(stops, list) else [stops]) | {tokenizer.eos_token_id}
@@ -437,7 +438,6 @@ class TransformersEngine:
         ids = torch.zeros(len(seeds), sampling.max_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(len(seeds), sampling.max_tokens, device=device)
         lengths = torch.zeros(len(seeds), dtype=torch.long)
-        finished = [False] * len(seeds)
         # Prefill each prompt once, padded on the left, then copy its cache n times.
         padded = [torch.tensor(prompt) for prompt in prompts]
         mask = pad_sequence([torch.ones_like(p) for p in padded], True, 0, "left").to(device)
@@ -461,10 +461,8 @@ class TransformersEngine:
             ids[rows, t] = token[:, 0]
             logprobs[rows, t] = logp.gather(1, token)[:, 0].float()
             going_on = ~torch.isin(token[:, 0], self.stops)
-            ended = rows[~going_on].tolist()
-            for row in ended:
-                lengths[row], finished[row] = t + 1, True
-            if ended:
+            if not going_on.all():
+                lengths[rows[~going_on].cpu()] = t + 1
                 rows, token, mask = rows[going_on], token[going_on], mask[going_on]
                 position = position[going_on]
                 if len(rows) == 0:
@@ -476,19 +474,17 @@ class TransformersEngine:
                 output = model(input_ids=token, attention_mask=mask, position_ids=position,
                                past_key_values=cache, use_cache=True)  # fmt: skip
                 logits = output.logits[:, -1]
+        reasons = ["length" if length == 0 else "stop" for length in lengths]
         lengths[rows.cpu()] = sampling.max_tokens  # who is still writing is cut off
         ids, logprobs = ids.cpu(), logprobs.cpu()
         return [
-            Response(torch.tensor(prompts[i // n]), ids[i, :length], logprobs[i, :length],
-                     "stop" if finished[i] else "length")
-            for i, length in enumerate(lengths.tolist())
-        ]  # fmt: skip
+            Response(torch.tensor(prompts[i // n]), ids[i, :length], logprobs[i, :length], reason)
+            for i, (length, reason) in enumerate(zip(lengths.tolist(), reasons))
+        ]
 
 
 def sampling_filters(sampling):
     """top-k, top-p and min-p, in vLLM's order; training uses none of them."""
-    import transformers as hf
-
     filters = hf.LogitsProcessorList()
     if sampling.min_p > 0:
         filters.append(hf.MinPLogitsWarper(sampling.min_p))
@@ -543,7 +539,7 @@ class VLLMEngine:
         """As TransformersEngine.generate."""
         params = [
             self.vllm.SamplingParams(
-                n=1, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p,
+                seed=seed, temperature=sampling.temperature, top_p=sampling.top_p,
                 top_k=sampling.top_k, min_p=sampling.min_p, max_tokens=sampling.max_tokens,
                 repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
                 stop_token_ids=self.stop_ids, logprobs=0, flat_logprobs=True, detokenize=False,
@@ -556,11 +552,11 @@ class VLLMEngine:
             params,
             use_tqdm=partial(tqdm, leave=False, delay=2) if progress else False,
         )
-        sampled = [output.outputs[0] for output in outputs]
+        sampled = [output.outputs[0] for output in outputs]  # in the order of the prompts
         return [
-            Response(torch.tensor(prompt), torch.tensor(list(one.token_ids)),
+            Response(torch.tensor(prompt), torch.tensor(one.token_ids),
                      torch.tensor(one.logprobs.logprobs), one.finish_reason)
-            for prompt, one in zip(repeated, sampled, strict=True)
+            for prompt, one in zip(repeated, sampled)
         ]  # fmt: skip
 
 
@@ -615,13 +611,13 @@ def group_advantages(rewards, normalize_std=True, eps=1e-6):
 def sequence(advantages, lengths):
     """GRPO:  1/G * sum_i 1/|o_i| * sum_t l[i,t]"""
     G = lengths.shape[1]
-    return 1 / (G * at_least_1(lengths))
+    return 1 / (G * lengths.clamp(min=1))  # a response without tokens has nothing to weigh
 
 
 def token(advantages, lengths):
     """DAPO, over the group as its formula says:  1/sum_i |o_i| * sum_i sum_t l[i,t]"""
     T = lengths.sum(dim=1, keepdim=True)
-    return (1 / at_least_1(T)).expand_as(lengths)
+    return (1 / T.clamp(min=1)).expand_as(lengths)
 
 
 def balanced(advantages, lengths):
@@ -631,15 +627,11 @@ def balanced(advantages, lengths):
     for one_sign in (advantages > 0, advantages < 0):  # [P, G] each; A = 0 is in neither
         k = one_sign.sum(dim=1, keepdim=True, dtype=lengths.dtype)
         T = (lengths * one_sign).sum(dim=1, keepdim=True)  # tokens of this sign only
-        weights = weights + one_sign * (k / G) / at_least_1(T)
+        weights = weights + one_sign * (k / G) / T.clamp(min=1)
     return weights
 
 
 AGGREGATIONS = {"sequence": sequence, "token": token, "balanced": balanced}
-
-
-def at_least_1(count):
-    return count.clamp(min=1)  # a response without tokens has nothing to weigh
 
 
 def token_weights(rule, advantages, lengths):
@@ -731,13 +723,11 @@ def response_logprobs(model, responses, temperature, chunk):
     """
     rows = [torch.cat([r.prompt_ids, r.ids]) for r in responses]
     padded = pad_sequence(rows, batch_first=True).to(model.device)  # [rows, longest]
-    # The token at position t is predicted at t - 1.
-    column = torch.arange(padded.shape[1])
-    first = torch.tensor([len(r.prompt_ids) - 1 for r in responses])[:, None]
-    last = torch.tensor([len(row) - 1 for row in rows])[:, None]
-    predicts = ((first <= column) & (column < last)).to(model.device)  # [rows, longest]
     targets = torch.cat([r.ids for r in responses]).to(model.device)  # [T]
-    hidden = model.base_model(input_ids=padded, use_cache=False).last_hidden_state[predicts]
+    hidden = model.base_model(input_ids=padded, use_cache=False).last_hidden_state
+    # The token at position t is predicted at t - 1, so each span starts at the prompt's last token.
+    spans = zip(hidden, [len(r.prompt_ids) - 1 for r in responses], [len(r.ids) for r in responses])
+    hidden = torch.cat([row[start : start + length] for row, start, length in spans])  # [T, H]
     weight = model.get_output_embeddings().weight
     kind = model.device.type  # under autocast the head works in bf16, like every linear layer
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -889,12 +879,6 @@ def leave_distributed():
         dist.destroy_process_group()
 
 
-def print0(*args):
-    """Prints on rank 0 only, above any progress bar."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        tqdm.write(" ".join(map(str, args)))
-
-
 def over_ranks(number, device, op=dist.ReduceOp.SUM):
     if not dist.is_initialized():
         return number
@@ -947,6 +931,13 @@ def write_atomic(path, text):
     os.replace(temporary, path)
 
 
+def append_lines(path, rows):
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class RunFolder:
     """runs/NAME/: config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoint/."""
 
@@ -972,11 +963,8 @@ class RunFolder:
     def log(self, metrics, samples):
         numbers = {k: v for k, v in metrics.items() if v is not None and math.isfinite(v)}
         metrics = {k: numbers.get(k) for k in metrics}  # JSON has no NaN: null
-        for name, rows in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
-            with open(self.path / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
+        append_lines(self.path / "metrics.jsonl", [metrics])
+        append_lines(self.path / "samples.jsonl", samples)
         if self.tensorboard:
             for key, value in numbers.items():
                 self.tensorboard.add_scalar(key, value, metrics["step"])
@@ -1038,10 +1026,8 @@ def restore(checkpoint, optimizer):
 
 def load_policy(path, device, gradient_checkpointing=False):
     """A causal LM with float32 master weights (AdamW at 1e-6 rounds to nothing in bf16)."""
-    from transformers import AutoModelForCausalLM
-
     model = load_from_hub(
-        AutoModelForCausalLM, path, dtype=torch.float32, attn_implementation="sdpa"
+        hf.AutoModelForCausalLM, path, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
     odd = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
            if getattr(model.config, name, None) not in (None, 1)]  # fmt: skip
@@ -1063,12 +1049,10 @@ def make_optimizer(model, config):
 
 
 def memory_plan(config, model_config, world):
-    """GiB on one GPU, by part. All but `vLLM weights` are there in the update, and the activations
-    are an upper bound (tests/test_memory.py tracks every tensor of such a pass)."""
-    from transformers import AutoModelForCausalLM
-
+    """GiB on one GPU, by part. The first four are there in the update, the last two in the rollout;
+    the activations are an upper bound (tests/test_memory.py tracks every tensor of such a pass)."""
     with torch.device("meta"):
-        N = sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
+        N = sum(p.numel() for p in hf.AutoModelForCausalLM.from_config(model_config).parameters())
     H, V, layers = model_config.hidden_size, model_config.vocab_size, model_config.num_hidden_layers
     T, chunk = config.micro_batch_tokens, config.logprob_chunk or config.micro_batch_tokens
     # Bytes per token: the residual stream and the norms are float32, what enters a product is bf16.
@@ -1140,9 +1124,7 @@ def train(config):
     torch.manual_seed(config.seed)
     use_vllm = pick_engine(config.engine) == "vllm"
     if config.model:  # the cheap questions, before anything large is downloaded or loaded
-        from transformers import AutoConfig
-
-        model_config = load_from_hub(AutoConfig, config.model)
+        model_config = load_from_hub(hf.AutoConfig, config.model)
         if device.type == "cuda":
             gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
             check_memory(config, model_config, world, gpu_gib, use_vllm)
@@ -1299,7 +1281,7 @@ def group_metrics(rewards, advantages, lengths, weights, truncated):
         return values[spread].mean().item() if spread.any() else None
 
     def mean_length(sign):
-        return mean_over_groups((lengths * sign).sum(dim=1) / at_least_1(sign.sum(dim=1)))
+        return mean_over_groups((lengths * sign).sum(dim=1) / sign.sum(dim=1).clamp(min=1))
 
     def weight_ratio(sign):
         largest = weights.masked_fill(~sign, -math.inf).amax(dim=1)
@@ -1428,12 +1410,11 @@ def toy_solution(problem, world, rng, clean=False):
 
 def toy_tokenizer():
     from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
 
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *TOY_CHARACTERS])}
     characters = Tokenizer(models.BPE(vocab, merges=[]))  # BPE without merges: characters
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = hf.PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -1442,8 +1423,6 @@ def toy_tokenizer():
 
 def toy_policy(config):
     """The folder of the warmed-up policy; made at the first call, in less than a minute."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     world, t = config.toy_world, TOY
     parts = (toy_problem, is_held_out, toy_solution, toy_tokenizer, toy_policy)
     key = repr([world, t, [inspect.getsource(part) for part in parts]])  # code and settings
@@ -1453,7 +1432,7 @@ def toy_policy(config):
         return str(folder)
     tokenizer, rng, random_state = toy_tokenizer(), random.Random(0), torch.get_rng_state()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(
         vocab_size=t["vocab"], hidden_size=t["hidden"], intermediate_size=t["intermediate"],
         num_hidden_layers=t["layers"], num_attention_heads=t["heads"], head_dim=32,
         num_key_value_heads=t["kv_heads"], max_position_embeddings=512, tie_word_embeddings=True,
@@ -1514,15 +1493,13 @@ def compare(config):
 
 def parse(argv=None):
     """Command line -> Config: the preset's flags or the resumed run's config, then those given."""
-    from transformers import HfArgumentParser
-
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.error = bad_flag
     for name in ("preset", "resume", "model", "train_data"):
         first.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default="")
     given, _ = first.parse_known_args(argv)
-    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = hf.HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = bad_flag
     if given.resume:
         path = Path(given.resume, "config.json")

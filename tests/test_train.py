@@ -494,7 +494,7 @@ MISTAKES = {
     "--lr nan": "--lr nan: must be 0 or more",
     "--weight_decay -1": "--weight_decay -1.0: must be 0 or more",
     "--temperature 0": "--temperature 0.0: must be more than 0",
-    "--clip_low 1.5": "--clip_low 1.5: must be less than 1",
+    "--clip_low 1.5": "--clip_low 1.5: must be between 0 and 1",
     "--steps 0": "--steps 0: must be at least 1",
     "--prompts_per_step 7": "--prompts_per_step 7: must be a multiple of minibatches x ranks",
     "--micro_batch_tokens 100": "--micro_batch_tokens 100: must be at least 264",
