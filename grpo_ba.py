@@ -621,7 +621,11 @@ def token(advantages, lengths):
 
 
 def balanced(advantages, lengths):
-    """BA:  k/G * mean of l over positive tokens + (G-k)/G * mean of l over negative tokens"""
+    """BA:  k/G * mean of l over positive tokens + (G-k)/G * mean of l over negative tokens
+
+    With binary rewards a group with spread has no A = 0; where there is one, as other rewards can
+    give, it counts for G alone: k and the tokens are those of one strict sign.
+    """
     G = lengths.shape[1]
     weights = torch.zeros_like(lengths)
     for one_sign in (advantages > 0, advantages < 0):  # [P, G] each; A = 0 is in neither
@@ -757,7 +761,8 @@ def micro_batches(lengths, budget):
 
 
 def update(model, optimizer, responses, advantages, weights, config):
-    """Trains on one rollout: this rank's responses [P*G], advantages [P, G] and weights [P, G].
+    """Trains on one rollout: this rank's share of the responses [B], advantages [P, G] and weights
+    [P, G], whose P is prompts_per_step / ranks.
 
     Returns metrics, the same on every rank: means over the trained tokens of all ranks.
     """
@@ -773,7 +778,7 @@ def update(model, optimizer, responses, advantages, weights, config):
     groups_per_minibatch = config.prompts_per_step // config.minibatches  # of all ranks together
     old_logprobs = {}  # row -> [|o|], of the weights that sampled, as the trainer computes them
     names = "tokens entropy approx_kl clip_low clip_high mismatch_kl tis_truncated real computed"
-    sums = Counter(dict.fromkeys(names.split(), 0.0))
+    sums = Counter(dict.fromkeys(names.split(), 0.0))  # a rank that trains on nothing has them too
     mismatch_max, norms = 0.0, []
 
     def passes(rows):
@@ -800,7 +805,7 @@ def update(model, optimizer, responses, advantages, weights, config):
         minibatch_loss = torch.zeros((), device=device)
         for rows, counts, logprobs, entropy in passes(minibatch):
             for i, own in zip(rows, logprobs.detach().split(counts)):
-                old_logprobs.setdefault(i, own)
+                old_logprobs.setdefault(i, own)  # new in the first minibatch's first epoch only
             old = torch.cat([old_logprobs[i] for i in rows])  # [T]
             # From one number per response to one per token, [T] each.
             repeats = torch.tensor(counts)
@@ -1133,7 +1138,7 @@ def train(config):
             fail(f"--max_response_tokens {config.max_response_tokens}: with max_prompt_tokens more "
                  f"than the model's {model_config.max_position_embeddings} positions; lower one")  # fmt: skip
     task = load_task(config) if rank == 0 else None  # downloads and the toy's warm-up: once,
-    over_ranks(0, device)  # while the other ranks wait here
+    over_ranks(0, device)  # and the other ranks wait here until rank 0 is through
     path, problems, eval_problems = task or load_task(config)
 
     tokenizer = load_tokenizer(path)
