@@ -133,6 +133,8 @@ SPELLING = [  # (pattern, replacement), in this order
     (r"^[\s*`]+|[\s*`]+$|\\(?=%)", ""),  # markdown's stars; 50\%
     (r"\*\*", "^"),
     (r"\*", r"\\cdot "),
+    (r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\cdot "),  # 5 x 10^3
+    (r"^(\d{1,3}),(\d{3})(\D*?(?:and|or)\W*?)(\d{1,3}),(\d{3})$", r"\1\2\3\4\5"),  # 2,500 and 7,500
     (r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ","),
     (r":=", "="),
     (r"<=", r"\\le "),
@@ -202,8 +204,12 @@ def _unstyle(match: re.Match) -> str:
         return f"{{{word}}}"
     if re.fullmatch(rf"{FUNCTIONS}|max|min|gcd|lcm", word):
         return f"\\{word} "
+    before = match.string[: match.start()]
+    if word in LETTERS and re.search(r"\d(?:\s|~|\\[,;:! ])*$", before):  # 10\text{ m}
+        return rf"\text{{{LETTERS[word]}}}"
     number, words = re.match(r"([-+\d.,:/%\s]*)([\s\S]*)", match[1]).groups()
     spoken = re.search("[A-Za-z]{2}|[^\x00-\x7f]", words)
+    number = " " * before[-1:].isalpha() + number  # \mu\mathrm{m} is no \mum
     return f"{number}\\text{{{words}}}" if spoken else number + words
 
 
@@ -254,7 +260,9 @@ def _same(answer: str, gold: str) -> bool:
     a, g = _unwrap(answer), _unwrap(gold)
     if _key(a) == _key(g):
         return bool(_key(a))
-    (a, a_unit), (g, g_unit) = _strip_unit(a, bool(_number(g))), _strip_unit(g, False)
+    g, g_unit = _strip_unit(g, False)
+    is_number = bool(_number(g))
+    a, a_unit = _strip_symbols(a) if is_number and not g_unit else _strip_unit(a, is_number)
     if a_unit and g_unit and a_unit != g_unit:
         return False
     a, g = _unwrap(a), _unwrap(g)
@@ -325,8 +333,8 @@ def _same_number(a: str, g: str) -> bool | None:
 
 
 # Units. Words inside \text{} after a number are dropped, whatever they are; bare ones must stand
-# in this table. A single letter is a unit only when the gold is a number: "6 m" may be 6 times m.
-# Two answers in different units of the table are different.
+# in this table. Where the gold is a number, so are other words and the products of SI's symbols:
+# elsewhere "6 m" may be 6 times m. Two answers in different units of the table are different.
 
 UNITS = """cm centimeter centimetre | mm millimeter | km kilometer kilometre | meter metre
  | inch inche | foot feet ft | yard | mile mi | kg kilogram | gram | mg | lb pound | liter litre
@@ -342,7 +350,14 @@ UNIT = re.compile(
     re.IGNORECASE,
 )
 NO_UNIT = re.compile(
-    r"[,;]|\b(?:not?|less|more|most|least|than|over|under|about|except|hundred|dozen|mod|squared)\b"
+    r"[,;]|\b(?:not?|less|more|most|least|than|over|under|about|except|hundred|dozen|mod|squared|cubed"
+    r"|factorial|times|plus|minus|choose|base|half|halves|thirds?|quarters?|fifths?)\b"
+)
+_SYMBOL = r"(?:[kMGTcmnpf]|\\mu\s?)?(?:mol|[mgsAKNJWVCFTLH]|Hz|Pa|eV|bar|rad|cal|pc|\\Omega|\\AA)"
+_SYMBOL = rf"(?:{_SYMBOL}|[MLR]_\{{?\\odot\}}?|[a-z]{{3,}})(?:\^\s?(?:\{{\s?-?\d\s?\}}|\d))?"
+_BETWEEN = r"(?:[\s/(){}.]|\\cdot)"
+SYMBOLS = re.compile(
+    rf"(.*\d[)}}]*(?:\\cdot)?)(?:\s|(?={{)){_BETWEEN}*({_SYMBOL}(?:{_BETWEEN}+{_SYMBOL})*){_BETWEEN}*"
 )
 
 
@@ -358,6 +373,14 @@ def _strip_unit(text: str, letters: bool) -> tuple[str, str]:
         text = text[: match.start()].strip()
         names.append((UNITS | LETTERS).get(word, UNITS.get(word.rstrip("s"), "")))
     return text, names[0] if len(names) == 1 else ""
+
+
+def _strip_symbols(text: str) -> tuple[str, str]:
+    """As _strip_unit, where the gold is a number without a unit: 10 \\mathrm{N\\,m}, 10 apples."""
+    match = SYMBOLS.fullmatch(re.sub(r"\\text\s?(?=\{)", "", text))
+    if match and not NO_UNIT.search(match[2]):
+        return match[1], ""
+    return _strip_unit(text, letters=True)
 
 
 # Lists, sets, tuples, intervals, unions, matrices, ratios.
