@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import transformers as hf
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, MaxNLocator
 from tqdm import tqdm
@@ -509,10 +510,8 @@ def read_samples(folder, settings_hash):
 
 
 def evaluate(options):
-    from transformers import AutoConfig
-
     rank, world, device = setup_distributed()
-    model_config = load_from_hub(AutoConfig, options.model)
+    model_config = load_from_hub(hf.AutoConfig, options.model)
     tokenizer = load_tokenizer(options.model)
     sampling, *prompt_format = choose_preset(options, model_config)
     kind, path = pick_engine(options.engine), Path(options.model).expanduser()
@@ -881,9 +880,7 @@ def draw_compare(scores, curves, path):
 
 
 def parse(argv=None):
-    from transformers import HfArgumentParser
-
-    parser = HfArgumentParser(Options, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = hf.HfArgumentParser(Options, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = bad_flag
     options = Options(**vars(parser.parse_args(argv)))
     check(options)
