@@ -354,10 +354,10 @@ NO_UNIT = re.compile(
     r"|factorial|times|plus|minus|choose|base|half|halves|thirds?|quarters?|fifths?)\b"
 )
 _SYMBOL = r"(?:[kMGTcmnpf]|\\mu\s?)?(?:mol|[mgsAKNJWVCFTLH]|Hz|Pa|eV|bar|rad|cal|pc|\\Omega|\\AA)"
-_SYMBOL = rf"(?:{_SYMBOL}|[MLR]_\{{?\\odot\}}?|[a-z]{{3,}})(?:\^\s?(?:\{{\s?-?\d\s?\}}|\d))?"
+_SYMBOL = rf"(?:{_SYMBOL}|[MLR]_\{{?\\odot\}}?|[a-z]{{3,}}|[A-Z]{{3}}|[一-鿿]+)(?:\^\s?(?:\{{\s?-?\d\s?\}}|\d))?"
 _BETWEEN = r"(?:[\s/(){}.]|\\cdot)"
 SYMBOLS = re.compile(
-    rf"(.*\d[)}}]*(?:\\cdot)?)(?:\s|(?={{)){_BETWEEN}*({_SYMBOL}(?:{_BETWEEN}+{_SYMBOL})*){_BETWEEN}*"
+    rf"(.*\d[)}}]*(?:\\cdot)?)(?:\s|(?=[{{一-鿿])){_BETWEEN}*({_SYMBOL}(?:{_BETWEEN}+{_SYMBOL})*){_BETWEEN}*"
 )
 
 
@@ -453,7 +453,7 @@ def _same_items(a_kind: str, a: list[str], g_kind: str, g: list[str]) -> bool:
 RELATION = rf"\\(?:le|ge|ne|in|approx|equiv){END}|[<>=]"
 _ATOM = rf"(?:\\[A-Za-z]+{END}(?:\s?\{{\w+\}})?|[A-Za-z])(?:_(?:\{{[^{{}}]*\}}|\w))?"
 _ATOM = rf"(?:{_ATOM}(?:\^(?:\{{\\prime\}}|\*))?)+"
-_NAME = rf"(?:\\frac\{{{_ATOM}\}}\{{{_ATOM}\}}|\|{_ATOM}\||\[{_ATOM}\]|{_ATOM}(?:\([^()=]*\))?)"
+_NAME = rf"(?:\\frac\{{{_ATOM}\}}\{{{_ATOM}\}}|\|{_ATOM}\||\[{_ATOM}\]|{_ATOM}(?:\([^()]*\))?)"
 NAME = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME})+\)")
 SUM = re.compile(rf"{_NAME}(?:\+{_NAME})*")
 NO_NAME = re.compile(r"\\(?:sqrt|log|ln|exp|sum|int|prod|pi|infty)|^[ei]$")
