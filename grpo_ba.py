@@ -873,6 +873,9 @@ def setup_distributed():
     if cuda:
         torch.cuda.set_device(local)
     if world > 1 and not dist.is_initialized():
+        # First, as its functions keep the group that they meet at their import as a default: its
+        # threads would outlive it, and now and then abort the process at its exit.
+        importlib.import_module("torch.distributed.optim")
         # Ranks wait for the longest rollout; one that dies is torchrun's to notice, not ours.
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2))
     rank = dist.get_rank() if dist.is_initialized() else 0
