@@ -263,7 +263,7 @@ def _same(answer: str, gold: str) -> bool:
     g, g_unit = _strip_unit(g, False)
     is_number = bool(_number(g))
     a, a_unit = _strip_symbols(a) if is_number and not g_unit else _strip_unit(a, is_number)
-    if a_unit and g_unit and a_unit != g_unit:
+    if a_unit and g_unit in UNITS and a_unit != g_unit:
         return False
     a, g = _unwrap(a), _unwrap(g)
     if (number := _same_number(a, g)) is not None:
@@ -349,15 +349,22 @@ UNIT = re.compile(
     r"\s?(?:\^\s?(?:\{\s?-?\d\s?\}|\d))?[\s/.]*$",
     re.IGNORECASE,
 )
-NO_UNIT = re.compile(
-    r"[,;]|\b(?:not?|less|more|most|least|than|over|under|about|except|hundred|dozen|mod|squared|cubed"
-    r"|factorial|times|plus|minus|choose|base|half|halves|thirds?|quarters?|fifths?)\b"
+NO_UNIT = re.compile(  # what changes the number, or denies it
+    r"[,;]|\b(?:not?|non|less|more|most|least|than|over|under|about|except|mod|squared|cubed|factorial"
+    r"|times|plus|minus|choose|base|half|halves|quarters?|negative|positive|below|above|wrong"
+    r"|minimum|maximum|min|max|undefined|infinite|bn|mn|lakhs?|crores?|thirds?"
+    r"|(?:hundred|dozen|thousand|million|billion|trillion|score)s?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths?)\b"
+    r"|[十百千万萬亿億半]|以上|以下|分之",
+    re.IGNORECASE,
 )
-_SYMBOL = r"(?:[kMGTcmnpf]|\\mu\s?)?(?:mol|[mgsAKNJWVCFTLH]|Hz|Pa|eV|bar|rad|cal|pc|\\Omega|\\AA)"
-_SYMBOL = rf"(?:{_SYMBOL}|[MLR]_\{{?\\odot\}}?|[a-z]{{3,}}|[A-Z]{{3}}|[一-鿿]+)(?:\^\s?(?:\{{\s?-?\d\s?\}}|\d))?"
+_SYMBOL = r"(?:[kMGTcmnpf]|\\mu\s?)?(?:mol|Hz|Pa|eV|bar|rad|cal|pc|\\Omega|\\AA|[mgsAKNJWVCFTLH])"
+_SYMBOL = rf"(?>[a-z]{{3,}}|[A-Z]{{3}}|[一-鿿]+|[MLR]_\{{?\\odot\}}?|{_SYMBOL})"
+_SYMBOL += r"(?:\^\s?(?:\{\s?-?\d\s?\}|\d))?"
 _BETWEEN = r"(?:[\s/(){}.]|\\cdot)"
-SYMBOLS = re.compile(
-    rf"(.*\d[)}}]*(?:\\cdot)?)(?:\s|(?=[{{一-鿿])){_BETWEEN}*({_SYMBOL}(?:{_BETWEEN}+{_SYMBOL})*){_BETWEEN}*"
+SYMBOLS = re.compile(  # atomic and possessive: one way to read it, or none
+    rf"(.*\d[)}}]*(?:\\cdot)?)(?:\s|(?=[{{一-鿿])){_BETWEEN}*+"
+    rf"((?>{_SYMBOL})(?>{_BETWEEN}++{_SYMBOL}){{0,5}}+){_BETWEEN}*+"
 )
 
 
@@ -371,7 +378,8 @@ def _strip_unit(text: str, letters: bool) -> tuple[str, str]:
         if not number_before or NO_UNIT.search(word) or bare_letter and not letters:
             break
         text = text[: match.start()].strip()
-        names.append((UNITS | LETTERS).get(word, UNITS.get(word.rstrip("s"), "")))
+        one = word if word.isalpha() else ""  # MeV is no eV
+        names.append((UNITS | LETTERS).get(word, UNITS.get(word.rstrip("s"), one)))
     return text, names[0] if len(names) == 1 else ""
 
 
