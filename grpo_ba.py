@@ -591,14 +591,16 @@ def group_advantages(rewards, normalize_std=True, eps=1e-6):
 
     The standard deviation is the population's (ddof 0). TRL and verl use ddof 1, which scales a
     whole group by sqrt((G-1)/G): the same factor for every rule, and for every group of one size.
-    A group without spread gets exactly 0: its mean may be off by a rounding error, which a tiny
-    standard deviation would blow up (NeMo-RL#4161).
+    A group without spread gets exactly 0, and so does a reward that is its group's mean: the mean
+    may be off by a rounding error, which must neither be blown up by a tiny standard deviation
+    (NeMo-RL#4161) nor have a sign.
     """
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    deviations = rewards - rewards.mean(dim=1, keepdim=True)
+    spread = rewards.amax(dim=1, keepdim=True) - rewards.amin(dim=1, keepdim=True)
+    deviations = torch.where((deviations.abs() > 1e-5 * spread) & (spread > 0), deviations, 0.0)
     if normalize_std:
-        advantages = advantages / (rewards.std(dim=1, correction=0, keepdim=True) + eps)
-    has_spread = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
-    return torch.where(has_spread, advantages, torch.zeros_like(advantages))
+        return deviations / (rewards.std(dim=1, correction=0, keepdim=True) + eps)
+    return deviations
 
 
 # ----------------------------------------------------------------------------------------

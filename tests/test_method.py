@@ -88,6 +88,16 @@ def test_a_group_without_spread_gets_exactly_zero(value, normalize_std):
     assert advantages[1].abs().min() > 0
 
 
+def test_a_reward_that_is_its_groups_mean_has_no_sign():
+    """0.1 + 0.2 + ... has a rounding error, which must not make k = 3 of k = 2."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        low, high = rng.sample(range(1, 60), 2)
+        rewards = torch.tensor([[low, high, (low + high) / 2, (low + high) / 2]]) / 10
+        advantages = group_advantages(rewards)
+        assert (advantages[0, 2:] == 0).all() and (advantages[0, :2] != 0).all(), rewards
+
+
 def test_advantages_ignore_the_scale_of_rewards_and_other_groups():
     rewards, _ = random_groups(3, binary=False)
     advantages = group_advantages(rewards, eps=0)
