@@ -1039,6 +1039,11 @@ def load_policy(path, device, gradient_checkpointing=False):
     model = load_from_hub(
         hf.AutoModelForCausalLM, path, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
+    for module in model.modules():  # dropout would give one policy two different logprobs
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     odd = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
            if getattr(model.config, name, None) not in (None, 1)]  # fmt: skip
     if odd or getattr(model.get_output_embeddings(), "bias", None) is not None:

@@ -525,6 +525,60 @@ def test_a_resumed_runs_preset_and_fields_are_checked(capsys, tmp_path):
     )
 
 
+def test_a_run_is_trained_by_one_process_at_a_time(workspace, tmp_path):
+    run = workspace(*SMALL, "--steps", 1, "--name", "mine")
+    code = (
+        "import sys, fcntl\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "input()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, run / ".lock"], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        before = (run / "config.json").read_text()
+        process = start("--resume", run, "--steps", 2, cwd=tmp_path)
+        _, err = process.communicate()
+        assert process.returncode == 2 and "another process is training this run" in err
+        assert (run / "config.json").read_text() == before and len(read_metrics(run)) == 1
+    finally:
+        holder.communicate("\n")
+    assert workspace("--resume", run, "--steps", 2, "--weight_decay", 0.5) == run
+    state = torch.load(run / "checkpoint/trainer.pt")
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+
+
+def test_dropout_does_not_make_two_policies_of_one(tmp_path):
+    """Ratios, clip shares and the mismatch compare passes over the same weights."""
+    config = transformers.GPT2Config(vocab_size=11, n_positions=32, n_embd=8, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    llama = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1, head_dim=4,
+        num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.5,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
+    for name in ("gpt2", "llama"):
+        model = grpo_ba.load_policy(str(tmp_path / name), "cpu").train()
+        ids = torch.arange(10)[None]
+        assert torch.equal(model(ids).logits, model(ids).logits), name
+
+
+def test_a_cache_that_cannot_be_made_is_named_before_the_warm_up(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(transformers, "Qwen3ForCausalLM", None)
+    config = grpo_ba.Config(cache_dir=str(tmp_path / "file"))
+    assert "no folder can be made there" in mistake(capsys, grpo_ba.toy_policy, config)
+
+
+def test_a_torn_checkpoint_is_named(toy, capsys, tmp_path):
+    shutil.copytree(toy, tmp_path / "torn")
+    os.truncate(tmp_path / "torn/model.safetensors", 1000)
+    line = mistake(capsys, grpo_ba.load_policy, str(tmp_path / "torn"), "cpu")
+    assert "cannot be loaded" in line
+
+
 def test_flags_may_be_spelt_with_dashes(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text("")
