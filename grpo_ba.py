@@ -24,6 +24,7 @@ Read from top to bottom: nothing is used before the section that explains it.
 """
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import inspect
@@ -959,6 +960,11 @@ class RunFolder:
             names = itertools.chain([base], (Path(f"{base}-{i}") for i in itertools.count(2)))
             self.path = next(path for path in names if not path.exists())
             self.path.mkdir(parents=True)
+        self.lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held while the process lives
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            fail(f"--resume {config.resume}: another process is training this run; stop it first")
         write_atomic(self.path / "config.json", json.dumps(asdict(config), indent=2))
         self.tensorboard = self.wandb = None
         if "tensorboard" in config.report_to:
@@ -980,6 +986,12 @@ class RunFolder:
                 self.tensorboard.add_scalar(key, value, metrics["step"])
         if self.wandb:
             self.wandb.log(numbers, step=metrics["step"])
+
+    def close(self):
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
 
     def save(self, step, model, tokenizer, optimizer):
         """checkpoint/ in transformers' format plus trainer.pt. A folder cannot be replaced in one
@@ -1219,7 +1231,7 @@ def train(config):
             # 5. Update.
             lr = config.lr * min(1, step / max(1, config.lr_warmup_steps))
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group.update(lr=lr, weight_decay=config.weight_decay)  # a resumed run may change it
             trained = update(model, optimizer, responses, advantages, weights, config)
             stopwatch.lap("update")
             # 6. Log and save.
@@ -1257,6 +1269,7 @@ def train(config):
     if run:
         from eval import draw_curves
 
+        run.close()
         print0(f"picture: {draw_curves(run.path)}   checkpoint: {run.path / 'checkpoint'}")
         return run.path
 

@@ -213,7 +213,7 @@ def test_the_files_of_a_run(workspace, toy):
     run = workspace(*SMALL, "--steps", 5, "--eval_every", 2, "--name", "here", "--seed", 3,
                     "--aggregation", "sequence", "--lr_warmup_steps", 4)  # fmt: skip
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoint", "config.json", "curves.png", "metrics.jsonl", "samples.jsonl",
+        ".lock", "checkpoint", "config.json", "curves.png", "metrics.jsonl", "samples.jsonl",
     ]  # fmt: skip
     config = json.loads((run / "config.json").read_text())
     assert config["seed"] == 3 and config["aggregation"] == "sequence" and config["steps"] == 5
