@@ -733,12 +733,9 @@ def read_run(run):
 
 
 def accuracy_curve(run):
-    """Held-out accuracy over updates done: 0 is the untrained policy. A step evaluates before its
-    update, only the last step of a finished run after it."""
-    config, rows = read_run(run)
-    done = [row for row in rows if row.get("eval_accuracy") is not None]
-    x = [row["step"] - (row["step"] != config.get("steps")) for row in done]
-    return x, [row["eval_accuracy"] for row in done]
+    """Held-out accuracy over updates done: 0 is the untrained policy."""
+    rows = [row for row in read_run(run)[1] if row.get("eval_accuracy") is not None]
+    return [row["eval_step"] for row in rows], [row["eval_accuracy"] for row in rows]
 
 
 def draw_curves(run):
@@ -833,16 +830,19 @@ def rules_table(runs):
     def numbers(run):
         (x, y), (_, steps) = accuracy_curve(run), read_run(run)
         area = sum((b - a) * (c + d) / 2 for a, b, c, d in zip(x, x[1:], y, y[1:]))
-        scores = [y[0], max(y), y[-1], area / (x[-1] - x[0])] if len(x) > 1 else [math.nan] * 4
-        gap = mean(step["length_gap"] for step in steps) or 0.0
+        initial = y[0] if x[:1] == [0] else None  # a run of one step is only scored at its end
+        scores = [initial, max(y, default=None), y[-1] if y else None]
+        scores.append(area / (x[-1] - x[0]) if len(x) > 1 else None)
+        gap = mean(step["length_gap"] for step in steps)
         net = mean(abs(step["net_advantage"]) for step in steps)
         return [*scores, mean(step["length"] for step in steps), gap, net]
 
     table = []
     for world, rules in runs.items():
         for rule, seeds in rules.items():
-            means = map(mean, zip(*map(numbers, seeds)))
-            table.append([world, rule, *map(str.format, formats.values(), means)])
+            means = zip(formats.values(), map(mean, zip(*map(numbers, seeds))))
+            cells = ["-" if value is None else form.format(value) for form, value in means]
+            table.append([world, rule, *cells])
     return markdown(["world", "rule", *formats], table)
 
 

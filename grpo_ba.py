@@ -1213,9 +1213,9 @@ def train(config):
             #    evaluated, and after the last: a run ends with a score of the policy that it saved.
             engine.load_weights(model)
             stopwatch.lap("rollout")
-            accuracy = None
+            accuracy = evaluated = None  # the score, and the number of updates it comes after
             if eval_problems and (step - 1) % config.eval_every == 0 and not last:
-                accuracy = evaluate()
+                accuracy, evaluated = evaluate(), step - 1
             # 2. Rollout: G responses to each of this rank's P/world prompts.
             batch = step_problems(problems, config, step)[rank::world]
             responses = rollout(batch, G, "rollout", step)
@@ -1237,11 +1237,11 @@ def train(config):
             # 6. Log and save.
             if last and eval_problems:
                 engine.load_weights(model)
-                accuracy = evaluate()
+                accuracy, evaluated = evaluate(), step
                 engine.sleep()
             cut = torch.tensor([r.finish_reason == "length" for r in responses]).view(-1, G)
             groups = map(gather_groups, (rewards, advantages, lengths, weights, cut))
-            metrics = {"step": step, "eval_accuracy": accuracy, "lr": lr}
+            metrics = {"step": step, "eval_accuracy": accuracy, "eval_step": evaluated, "lr": lr}
             metrics |= group_metrics(*groups) | trained | stopwatch.seconds
             # Of every token, where `entropy` is exact, but of the trained ones alone.
             surprise = -sum(r.logprobs.sum().item() for r in responses)

@@ -563,6 +563,7 @@ def make_run(folder, rule, accuracies, steps=20, written=None):
         rows.append({
             "step": step, "reward": step / 40, "length": 50.0,
             "eval_accuracy": accuracies[min(step // 5, len(accuracies) - 1)] if evaluated else None,
+            "eval_step": step - (step != steps) if evaluated else None,
             "length_pos": 30.0 if spread else None, "length_neg": 80.0 if spread else None,
             "entropy": 0.5 / step, "grad_norm": 1.0, "net_advantage": 0.3,
             "weight_spread": 2.0 if spread else None,

@@ -220,7 +220,15 @@ def test_the_files_of_a_run(workspace, toy):
 
     metrics = read_metrics(run)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    nullable = {"eval_accuracy", "length_pos", "length_neg", "length_gap", "weight_spread"}
+    nullable = {
+        "eval_accuracy",
+        "eval_step",
+        "mismatch_max",
+        "length_pos",
+        "length_neg",
+        "length_gap",
+        "weight_spread",
+    }
     # And those of trained tokens, where there are none:
     nullable |= {"entropy", "approx_kl", "clip_low", "clip_high", "mismatch_kl", "tis_truncated"}
     for line in metrics:
@@ -415,7 +423,8 @@ def test_a_crash_at_any_file_operation_is_made_good(workspace, monkeypatch, tmp_
 
     workspace("--resume", whole, "--steps", 3)  # a flag given beats the run's config
     longer = workspace(*SMALL, *CRASHES, "--steps", 3, "--name", "longer")
-    assert [line["eval_accuracy"] is None for line in read_metrics(longer)] == [False, True, False]
+    assert [line["eval_step"] for line in read_metrics(longer)] == [0, None, 3]
+    assert [line["eval_step"] for line in read_metrics(whole)] == [0, 2, 3]
     assert_same_tensors(*(load_file(run / WEIGHTS) for run in (whole, longer)))
 
 
