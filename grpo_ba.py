@@ -50,7 +50,7 @@ import transformers as hf
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from verify import Verifier, fail, normalise
+from verify import Verifier, fail, normalise, parse_tests
 
 # ----------------------------------------------------------------------------------------
 # 1. Config: every knob with one line of help; `--preset` names a set of flags, and the flags given
@@ -300,7 +300,10 @@ def gold_text(gold):
 def is_verifiable(row):
     """Something a rule can check: not empty, and no essay (POLARIS keeps some proof tasks)."""
     if "tests" in row:
-        return isinstance(row["tests"], list)
+        try:
+            return bool(parse_tests(row["tests"], row["func_name"]))
+        except ValueError:
+            return False
     golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     short = all(normalise(g) and len(g) <= 300 and len(g.split()) <= 20 for g in golds)
     return bool(golds) and short

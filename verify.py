@@ -1525,16 +1525,8 @@ def _same_value(got, want) -> bool:
     return got == want
 
 
-def verify_code(
-    response: str,
-    tests: list[dict],
-    func_name: str | None = None,
-    *,
-    timeout: float = 6.0,
-    total_timeout: float | None = None,
-) -> Verdict:
-    """Run the response's program on every test, a fresh process each, up to the first failure.
-    `timeout` is the wall seconds of one test, `total_timeout` of all (default: LiveCodeBench's)."""
+def parse_tests(tests: list[dict], func_name: str | None) -> list[tuple]:
+    """(kind, input, output) of each test; ValueError says which cannot be used, and why."""
     if not isinstance(tests, list) or not tests:
         raise ValueError("tests must be a non-empty list of {input, output, testtype}")
     jobs = []
@@ -1552,6 +1544,20 @@ def verify_code(
             jobs.append((kind, text, want))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"test {number} cannot be decoded: {error!r}") from None
+    return jobs
+
+
+def verify_code(
+    response: str,
+    tests: list[dict],
+    func_name: str | None = None,
+    *,
+    timeout: float = 6.0,
+    total_timeout: float | None = None,
+) -> Verdict:
+    """Run the response's program on every test, a fresh process each, up to the first failure.
+    `timeout` is the wall seconds of one test, `total_timeout` of all (default: LiveCodeBench's)."""
+    jobs = parse_tests(tests, func_name)
     code = extract_code(response)
     if code is None or not code.strip():
         return Verdict(0.0, "no_answer", "no complete fenced block with code")

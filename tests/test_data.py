@@ -139,7 +139,9 @@ def test_rows_with_tests_are_code_and_may_stand_beside_maths(tmp_path):
         {"problem": "What is 1 + 1?", "answer": "2"},
         {"problem": "Write inc(x).", "tests": tests, "func_name": "inc"},
     ]
-    broken = [{"problem": "Add two.", "tests": "1 -> 3"}]
+    kind = {"input": "[1]", "output": "2", "testtype": "functional"}
+    broken = ["1 -> 3", [{"input": "1", "output": "2"}], [kind], [tests[0], {}]]
+    broken = [{"problem": f"Add {i}.", "tests": tests} for i, tests in enumerate(broken)]
     assert load_problems(write_rows(tmp_path, rows + broken)) == [
         {"problem": "Add one.", "tests": tests, "func_name": None},
         {"problem": "What is 1 + 1?", "answer": "2"},
