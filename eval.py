@@ -452,7 +452,7 @@ def choose_preset(options, model_config):
     trained = run_config(Path(options.model).expanduser().parent)
     preset, family = options.preset, model_config.model_type
     if preset == "auto":
-        is_math = "math" in (trained.get("model") or options.model).lower()
+        is_math = "math" in Path(trained.get("model") or options.model).name.lower()
         preset = "qwen2.5-math" if family == "qwen2" and is_math else "other"
         if family == "qwen3":
             preset = "qwen3" if trained.get("enable_thinking", True) else "qwen3-non-thinking"
@@ -598,6 +598,8 @@ def replay(options):
     for i, row in enumerate(rows, 1):
         if not row.keys() >= {"problem", "response"} or not row.keys() & {"answer", "tests"}:
             fail(f"{path} row {i}: needs problem, response and answer (or tests); has {[*row]}")
+        if not isinstance(row.get("tokens") or 0, int | float):
+            fail(f"{path} row {i}: tokens is {row['tokens']!r}; make it a number, or leave it out")
         row["answer"] = gold_text(row.get("answer"))
     try:
         with Verifier() as verifier:
@@ -606,7 +608,7 @@ def replay(options):
         fail(f"{path} row {error.row + 1}: {error.message}")
     tasks, counts = defaultdict(list), Counter()
     for row, verdict in zip(rows, verdicts):
-        task, key = row.get("task", path.stem), digest([row["problem"], row["answer"]])
+        task, key = str(row.get("task") or path.stem), digest([row["problem"], row["answer"]])
         place = {"task": task, "id": key, "sample": counts[task, key], "problem_hash": key}
         known = {name: row.get(name) for name in ("tokens", "finish_reason", "model")}
         tasks[task].append(place | verdict_fields(row, row["response"], verdict) | known)

@@ -47,6 +47,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers as hf
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -153,8 +154,9 @@ def check(c):
     for words, least, bound, names in (
         ("at least 2", 2, math.inf, "group_size"),
         ("at least 1", 1, math.inf, counts),
-        ("0 or more", 0, math.inf, "seed lr lr_warmup_steps weight_decay tis_cap logprob_chunk"),
-        ("more than 0", 1e-9, math.inf, "temperature max_grad_norm clip_high"),
+        ("0 or more, and finite", 0, math.inf, "lr weight_decay tis_cap"),
+        ("0 or more, and less than 2**63", 0, 2**63, "seed lr_warmup_steps logprob_chunk"),
+        ("more than 0, and finite", 1e-9, math.inf, "temperature max_grad_norm clip_high"),
         ("between 0 and 1", 1e-9, 1, "clip_low vllm_memory"),
     ):
         for name in names.split():
@@ -166,6 +168,9 @@ def check(c):
     if c.prompts_per_step % (c.minibatches * world):
         fail(f"--prompts_per_step {c.prompts_per_step}: must be a multiple of minibatches x ranks "
              f"= {c.minibatches} x {world}; a minibatch is whole groups, as many on each rank")  # fmt: skip
+    if c.rollout_rows < c.group_size:
+        fail(f"--rollout_rows {c.rollout_rows}: must be at least group_size = {c.group_size}, since "
+             "the responses to one prompt share its prefill")  # fmt: skip
     if c.micro_batch_tokens < longest:
         fail(f"--micro_batch_tokens {c.micro_batch_tokens}: must be at least {longest}, since one "
              "row can have max_prompt_tokens + max_response_tokens")  # fmt: skip
@@ -177,9 +182,12 @@ def check(c):
             fail(f"--{name} {path}: there is no such file; give one that exists")
     check_engine(c.engine)
     for tool in filter(None, c.report_to.split(",")):
-        if tool not in ("tensorboard", "wandb") or not importlib.util.find_spec(tool):
+        if tool not in ("tensorboard", "wandb"):
+            fail(f"--report_to {tool}: unknown; choose tensorboard, wandb, or both with a comma")
+        if not importlib.util.find_spec(tool):
             fail(f"--report_to {tool}: not installed; pip install {tool}, or leave the flag out")
-    if not c.resume and c.name and (Path(c.name).name != c.name or Path("runs", c.name).exists()):
+    odd = Path(c.name).name != c.name or len(c.name.encode()) > 200 or Path("runs", c.name).exists()
+    if c.name and not c.resume and odd:
         fail(f"--name {c.name}: must be a new folder name in runs/; choose another, or --resume it")
     if c.aggregation == "all" and (world > 1 or c.resume or c.name):
         fail("--aggregation all: names its own runs, in one process; leave out --name and --resume")
@@ -214,11 +222,16 @@ DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 def read_rows(source, split="train", revision=None):
     """Rows and column names of a local file or of a hub data set `id[:config]`."""
-    suffix = Path(source).suffix
+    suffix, number = Path(source).suffix, 0
     try:
         if suffix == ".jsonl":  # not through arrow, which refuses answers of mixed types
-            lines = Path(source).read_text(encoding="utf-8").split("\n")  # U+2028 is no line end
-            rows = [json.loads(line) for line in lines if line.strip()]
+            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # U+2028 ends no line
+            rows = []
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(json.loads(line))
+                    if not isinstance(rows[-1], dict):
+                        raise ValueError("not a JSON object")
             return rows, set().union(*(row.keys() for row in rows))
         from datasets import load_dataset
 
@@ -229,6 +242,7 @@ def read_rows(source, split="train", revision=None):
             data = load_dataset(hub_id, name or None, split=split, revision=revision)
     except Exception as error:  # noqa: BLE001 - datasets raises a dozen kinds; all mean this
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = f"line {number}: {reason}" if isinstance(error, ValueError) and number else reason
         fail(f"data {source}: cannot be read ({reason}); give a local .jsonl, .json, .parquet or "
              ".arrow file with columns problem and answer (eval.py: --data DIR), or a hub id that "
              "can be reached")  # fmt: skip
@@ -268,7 +282,8 @@ def load_problems(source, excluded=frozenset()):
             fail(f"data {source}: the problem of row {number} is not text but {str(text)[:60]}")
         if "answer" in row:
             row["answer"] = gold_text(row["answer"])
-        same_text = found.setdefault((text or "").strip(), [])
+        text = (text or "").strip().encode("utf-8", "replace").decode()  # JSON may hold surrogates
+        same_text = found.setdefault(text, [])
         if row not in same_text:
             same_text.append(row)
     problems, dropped = [], Counter()
@@ -305,7 +320,7 @@ def is_verifiable(row):
         except ValueError:
             return False
     golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-    short = all(normalise(g) and len(g) <= 300 and len(g.split()) <= 20 for g in golds)
+    short = all(len(g) <= 300 and len(g.split()) <= 20 and normalise(g) for g in golds)
     return bool(golds) and short
 
 
@@ -319,7 +334,7 @@ def load_tokenizer(path):
 def load_from_hub(cls, path, **kwargs):
     try:
         return cls.from_pretrained(os.path.expanduser(path), **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).splitlines()[0][:200]
         fail(f"--model {path}: cannot be loaded ({reason}); give --model the folder of a transformers "
              "checkpoint (and --train_data or --data local files), or hub ids that can be reached")  # fmt: skip
@@ -849,7 +864,7 @@ def update(model, optimizer, responses, advantages, weights, config):
     taken = [norm for norm in norms if norm is not None]
     return {
         **{name: total / tokens if tokens else None for name, total in sums.items()},
-        "mismatch_max": over_ranks(mismatch_max, device, dist.ReduceOp.MAX),
+        "mismatch_max": over_ranks(mismatch_max, device, dist.ReduceOp.MAX) if tokens else None,
         "grad_norm": sum(taken) / len(taken) if taken else 0.0,
         "skipped": len(norms) - len(taken),
         "padding": 1 - real / computed if computed else 0.0,
@@ -1139,7 +1154,10 @@ def load_task(config):
 
     held_out = {}
     for name in filter(None, [config.eval_data, *config.exclude_data.split(",")]):
-        load = evaluation.load_benchmark if name in evaluation.BENCHMARKS else load_problems
+        benchmark = evaluation.BENCHMARKS.get(name)
+        if benchmark and benchmark.kind == "code":
+            fail(f"--eval_data {name}: only eval.py can run it; choose a benchmark of mathematics")
+        load = evaluation.load_benchmark if benchmark else load_problems
         held_out[name] = held_out.get(name) or load(name)
     excluded = {" ".join(p["problem"].split()) for some in held_out.values() for p in some}
     eval_problems = held_out.get(config.eval_data, [])
@@ -1461,6 +1479,11 @@ def toy_policy(config):
     folder = Path(config.cache_dir).expanduser() / f"toy-{world}-{key}"
     if (folder / "config.json").exists():
         return str(folder)
+    new = Path(f"{folder}.{os.getpid()}")
+    try:
+        new.mkdir(parents=True, exist_ok=True)  # better to know now than after the warm-up
+    except OSError as error:
+        fail(f"--cache_dir {config.cache_dir}: no folder can be made there ({error}); name another")
     tokenizer, rng, random_state = toy_tokenizer(), random.Random(0), torch.get_rng_state()
     torch.manual_seed(0)
     model = hf.Qwen3ForCausalLM(hf.Qwen3Config(
@@ -1496,7 +1519,6 @@ def toy_policy(config):
         bar.set_postfix_str(f"loss {loss:.3f}")
     bar.close()
     torch.set_rng_state(random_state)
-    new = Path(f"{folder}.{os.getpid()}")
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
     try:
@@ -1537,8 +1559,11 @@ def parse(argv=None):
         if not path.is_file():
             fail(f"--resume {given.resume}: no config.json there; give the folder of a run")
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if given.preset not in ("", saved["preset"]):
-            fail(f"--preset {given.preset}: a resumed run keeps its preset; leave the flag out")
+        if "preset" not in saved:
+            fail(f"--resume {given.resume}: give the folder of a run, which holds its checkpoint/")
+        for name in ("preset", "model", "train_data"):
+            if getattr(given, name) not in ("", saved.get(name, "")):
+                fail(f"--{name} {getattr(given, name)}: a resumed run keeps its own; leave it out")
         if unknown := saved.keys() - asdict(Config()).keys():
             fail(f"--resume {given.resume}: its config.json has {', '.join(sorted(unknown))}, which "
                  "this version does not know; take the version it was made with")  # fmt: skip
@@ -1580,7 +1605,7 @@ def main():
         else:
             train(config)
     except KeyboardInterrupt:
-        fail("interrupted outside of a step: nothing is lost; --resume continues a run's folder")
+        fail("interrupted outside of a step; --resume goes on with a run whose folder is there")
     finally:
         leave_distributed()
 

@@ -1605,7 +1605,7 @@ def read_rows(path: Path) -> tuple[list[dict], list[int]]:
     """The rows and their line numbers."""
     rows, numbers = [], []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{path} cannot be read: {error}")
     for number, line in enumerate(text.split("\n"), start=1):

@@ -209,6 +209,9 @@ def test_data_that_cannot_be_used_is_named_in_one_sentence(tmp_path, capsys):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
     assert "cannot be read" in mistake(capsys, load_problems, str(tmp_path / "torn.parquet"))
     assert "hub id that can be reached" in mistake(capsys, load_problems, "no-such/data")
+    (tmp_path / "torn.jsonl").write_text('{"problem": "1?", "answer": "1"}\n\n[1]\n')
+    line = mistake(capsys, load_problems, str(tmp_path / "torn.jsonl"))
+    assert "line 3: not a JSON object" in line
     good = {"prompt": "1?", "solution": "1"}
     path = write_rows(tmp_path, [good, {"prompt": [{"content": "2?"}], "solution": "2"}])
     assert "the problem of row 2 is not text but [{'content'" in mistake(
@@ -218,6 +221,14 @@ def test_data_that_cannot_be_used_is_named_in_one_sentence(tmp_path, capsys):
         raw = {"prompt": prompt, "reward_model": {"ground_truth": "2"}}
         path = write_rows(tmp_path, [raw])
         assert "row 1 lacks DAPO-Math-17k's prompt" in mistake(capsys, load_problems, path)
+
+
+def test_a_byte_order_mark_and_half_a_surrogate_do_no_harm(tmp_path, ascii_tokenizer):
+    path = tmp_path / "problems.jsonl"
+    text = '\ufeff{"problem": "1\\ud800?", "answer": "1"}\n'
+    path.write_text(text, encoding="utf-8")
+    problems = load_problems(str(path))
+    assert problems == [{"problem": "1??", "answer": "1"}]
 
 
 def test_a_row_may_lack_a_column_that_another_has(tmp_path, capsys):

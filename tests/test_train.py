@@ -515,7 +515,11 @@ MISTAKES = {
     "--resume runs/none": "--resume runs/none: no config.json there",
     "--name a/b": "--name a/b: must be a new folder name",
     "--name taken": "--name taken: must be a new folder name",
-    "--report_to abacus": "--report_to abacus: not installed",
+    "--report_to abacus": "--report_to abacus: unknown; choose tensorboard, wandb",
+    "--rollout_rows 7": "--rollout_rows 7: must be at least group_size = 8",
+    "--clip_high inf": "--clip_high inf: must be more than 0, and finite",
+    "--seed 9999999999999999999": "must be 0 or more, and less than 2**63",
+    f"--name {'n' * 300}": "must be a new folder name",
     "--aggregation all --name x": "--aggregation all: names its own runs",
 }
 
@@ -527,7 +531,13 @@ def test_a_resumed_runs_preset_and_fields_are_checked(capsys, tmp_path):
     assert grpo_ba.parse(argv) == grpo_ba.parse([*argv, "--preset", "toy"])
     assert grpo_ba.parse(argv).steps == 7
     line = mistake(capsys, grpo_ba.parse, [*argv, "--preset", "small"])
-    assert "--preset small: a resumed run keeps its preset" in line
+    assert "--preset small: a resumed run keeps its own" in line
+    line = mistake(capsys, grpo_ba.parse, [*argv, "--model", "x", "--train_data", "y"])
+    assert "--model x: a resumed run keeps its own" in line
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/config.json").write_text('{"model_type": "qwen3"}')
+    line = mistake(capsys, grpo_ba.parse, ["--resume", str(tmp_path / "checkpoint")])
+    assert "give the folder of a run" in line
     (tmp_path / "config.json").write_text(json.dumps(config | {"kl": 0.1}))
     assert "its config.json has kl, which this version does not know" in mistake(
         capsys, grpo_ba.parse, argv
