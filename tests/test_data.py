@@ -180,6 +180,8 @@ def test_a_run_keeps_all_its_evaluation_sets_out_of_training(tmp_path, capsys):
     assert len(held_out) == 2 and {p["problem"] for p in held_out} < {"b", "x", "y"}
     assert grpo_ba.load_task(config)[2] == held_out  # the same in a resumed run
     assert "3 in an evaluation set" in capsys.readouterr().out
+    config.exclude_data = "livecodebench"
+    assert "livecodebench: only eval.py can run it" in mistake(capsys, grpo_ba.load_task, config)
 
 
 def test_a_hub_id_may_name_its_configuration(monkeypatch):

@@ -8,6 +8,7 @@ import random
 import statistics
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import matplotlib.image
@@ -464,6 +465,8 @@ def test_replay_scores_programs_and_keeps_tasks_apart(tmp_path):
     results = replay(tmp_path, rows)
     assert (results["code"]["score"], results["math"]["score"]) == (1.0, 0.0)
     assert results["math"]["no_answer"] == 1.0
+    math = {"problem": "q", "answer": "1", "response": "\\boxed{1}"}
+    assert replay(tmp_path, [math | {"task": 7}, math | {"task": None}]).keys() == {"7", "given"}
 
 
 def test_replay_mistakes_are_one_sentence(tmp_path, capsys):
@@ -472,6 +475,8 @@ def test_replay_mistakes_are_one_sentence(tmp_path, capsys):
     assert "row 2" in message
     assert "row 2" in one_sentence(capsys, replay, tmp_path, [row, row | {"answer": ""}])
     assert "row 2" in one_sentence(capsys, replay, tmp_path, [row, row | {"response": None}])
+    message = one_sentence(capsys, replay, tmp_path, [row, row | {"tokens": "many"}])
+    assert "row 2: tokens is 'many'; make it a number" in message
     assert "no rows" in one_sentence(capsys, replay, tmp_path, [])
     message = one_sentence(capsys, replay, tmp_path, [row, row], "--pass_k", "3")
     assert "--pass_k 3" in message
@@ -705,6 +710,26 @@ def test_the_table_of_the_rules_holds_means_over_seeds(tmp_path):
     cells = [cell.strip() for cell in table.splitlines()[2].split("|")[3:-1]]
     # `mean`: up from 0.1 for a quarter of the training, then flat
     assert cells == ["0.100", "0.500", "0.500", "0.450", "50.0", "+7.0", "0.300"]
+
+
+def test_the_table_says_what_was_not_measured(tmp_path):
+    """A run of one step is scored at its end only; no group of it had spread."""
+    run = make_run(tmp_path / "run", "token", [0.25], steps=1)
+    rows = [json.loads(line) | {"length_gap": None} for line in (run / "metrics.jsonl").open()]
+    write_jsonl(run / "metrics.jsonl", rows)
+    table = evaluation.rules_table({"world": {"token": [run]}})
+    cells = [cell.strip() for cell in table.splitlines()[2].split("|")[3:-1]]
+    assert cells == ["-", "0.250", "0.250", "-", "50.0", "-", "0.300"]
+
+
+def test_a_model_is_of_the_math_family_by_its_own_name_not_its_folders():
+    config = SimpleNamespace(model_type="qwen2", max_position_embeddings=4096)
+    for model, expected in (
+        ("/data/mathilde/Qwen2-0.5B", "suffix"),
+        ("Qwen/Qwen2.5-Math-7B", "system"),
+    ):
+        _, instruction, _ = evaluation.choose_preset(evaluation.Options(model=model), config)
+        assert instruction == expected
 
 
 def test_a_single_step_is_seen_in_every_panel(tmp_path, figures):
