@@ -202,11 +202,11 @@ def _unstyle(match: re.Match) -> str:
     word = match[1].strip()
     if "\\" in word:
         return f"{{{word}}}"
+    before = match.string[: match.start()]
+    if word in (*LETTERS, "min") and re.search(r"\d(?:\s|~|\\[,;:! ])*$", before):  # 10\text{ m}
+        return rf"\text{{{(UNITS | LETTERS)[word]}}}"
     if re.fullmatch(rf"{FUNCTIONS}|max|min|gcd|lcm", word):
         return f"\\{word} "
-    before = match.string[: match.start()]
-    if word in LETTERS and re.search(r"\d(?:\s|~|\\[,;:! ])*$", before):  # 10\text{ m}
-        return rf"\text{{{LETTERS[word]}}}"
     number, words = re.match(r"([-+\d.,:/%\s]*)([\s\S]*)", match[1]).groups()
     spoken = re.search("[A-Za-z]{2}|[^\x00-\x7f]", words)
     number = " " * before[-1:].isalpha() + number  # \mu\mathrm{m} is no \mum
@@ -351,10 +351,9 @@ UNIT = re.compile(
 )
 NO_UNIT = re.compile(  # what changes the number, or denies it
     r"[,;]|\b(?:not?|non|less|more|most|least|than|over|under|about|except|mod|squared|cubed|factorial"
-    r"|times|plus|minus|choose|base|half|halves|quarters?|negative|positive|below|above|wrong"
-    r"|minimum|maximum|min|max|undefined|infinite|bn|mn|lakhs?|crores?|thirds?"
+    r"|half|halves|negative|below|above|minimum|maximum|max|undefined|infinite|bn|mn|lakhs?|crores?"
     r"|(?:hundred|dozen|thousand|million|billion|trillion|score)s?"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths?)\b"
+    r"|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths?)\b"
     r"|[十百千万萬亿億半]|以上|以下|分之",
     re.IGNORECASE,
 )
