@@ -79,7 +79,7 @@ def ascii_tokenizer():
     return make
 
 
-TOY = grpo_ba.TOY | {"mixture_steps": 180}  # of 350, as seconds count
+TOY = grpo_ba.TOY | {"mixture_steps": 90}  # of 350, as seconds count
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from test_eval import STDIN, lcb_row, write_jsonl
 
 import eval as evaluation
 import grpo_ba
+from verify import Verifier
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +29,7 @@ def make_policy(tmp_path_factory, pytestconfig):
     cache_dir = cache.mkdir("toy_policies") if cache else run.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(grpo_ba.TOY, "clean_steps", 1)
-        patch.setitem(grpo_ba.TOY, "mixture_steps", 60)
+        patch.setitem(grpo_ba.TOY, "mixture_steps", 30)
         made = grpo_ba.toy_policy(grpo_ba.Config(toy_world="guesser", cache_dir=str(cache_dir)))
     config = {
         "aggregation": "balanced", "preset": "toy", "model": "", "toy_world": "guesser",
@@ -272,6 +273,7 @@ def test_livecodebench_programs_are_sampled_and_run(tmp_path, monkeypatch):
     for name in ("stop_token_ids", "load_policy"):
         monkeypatch.setattr(evaluation, name, lambda *_: None)
     monkeypatch.setattr(evaluation, "TransformersEngine", lambda *_: Programmer())
+    monkeypatch.setattr(evaluation, "Verifier", lambda: Verifier(code_timeout=1.0))
     rows = [lcb_row(name, STDIN) for name in ("a", "b")]
     write_jsonl(tmp_path / "livecodebench.jsonl", rows)
     base = ["--model", "coder", "--benchmarks", "livecodebench", "--data", tmp_path]

@@ -94,12 +94,12 @@ def mistake(capsys, action, *args):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_toy_policy_learns_under_each_rule(workspace, rule):
     run = workspace(
-        "--aggregation", rule, "--steps", 12, "--eval_every", 100, "--eval_problems", 100,
+        "--aggregation", rule, "--steps", 12, "--eval_every", 100, "--eval_problems", 64,
         "--save_every", 100,
     )  # fmt: skip
     metrics = read_metrics(run)
     assert metrics[0]["eval_accuracy"] < 0.15
-    assert metrics[-1]["eval_accuracy"] > 0.4  # .72 to .83 was seen
+    assert metrics[-1]["eval_accuracy"] > 0.4  # .65 to .83 was seen
     rewards = [line["reward"] for line in metrics]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.3
 
@@ -544,7 +544,7 @@ def test_a_resumed_runs_preset_and_fields_are_checked(capsys, tmp_path):
     )
 
 
-def test_a_run_is_trained_by_one_process_at_a_time(workspace, tmp_path):
+def test_a_run_is_trained_by_one_process_at_a_time(workspace, capsys):
     run = workspace(*SMALL, "--steps", 1, "--name", "mine")
     code = (
         "import sys, fcntl\n"
@@ -558,9 +558,8 @@ def test_a_run_is_trained_by_one_process_at_a_time(workspace, tmp_path):
     try:
         assert holder.stdout.readline() == "held\n"
         before = (run / "config.json").read_text()
-        process = start("--resume", run, "--steps", 2, cwd=tmp_path)
-        _, err = process.communicate()
-        assert process.returncode == 2 and "another process is training this run" in err
+        line = mistake(capsys, workspace, "--resume", run, "--steps", 2)
+        assert "another process is training this run" in line
         assert (run / "config.json").read_text() == before and len(read_metrics(run)) == 1
     finally:
         holder.communicate("\n")

@@ -366,5 +366,5 @@ with Verifier(1) as pool:
 def test_the_labelled_programs_come_out_as_labelled(tmp_path):
     path = tmp_path / "code_cases.jsonl"
     path.write_text((SHARED / "cases/code_cases.jsonl").read_text())
-    result = run(path)
+    result = run("--code-timeout", "2", path)
     assert re.search(r"agrees with the label in (\d+) of \1\n", result.stdout), result.stdout
