@@ -1505,8 +1505,12 @@ def toy_policy(config):
                 ids = torch.tensor([*solution, tokenizer.eos_token_id])
                 prompt_ids = torch.tensor(encode_prompt(tokenizer, problem["problem"], "none"))
                 batch.append(Response(prompt_ids, ids, torch.zeros(len(ids)), "stop"))
-        loss = -response_logprobs(model, batch, temperature=1.0, chunk=0)[0].mean()
-        loss.backward()
+        loss, tokens = 0.0, sum(len(r.ids) for r in batch)
+        for rows in micro_batches([len(r.prompt_ids) + len(r.ids) for r in batch], budget=4096):
+            rows = [batch[i] for i in rows]
+            nll = -response_logprobs(model, rows, temperature=1.0, chunk=0)[0].sum() / tokens
+            nll.backward()
+            loss += nll.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -95,11 +95,11 @@ def mistake(capsys, action, *args):
 def test_the_toy_policy_learns_under_each_rule(workspace, rule):
     run = workspace(
         "--aggregation", rule, "--steps", 12, "--eval_every", 100, "--eval_problems", 64,
-        "--save_every", 100,
+        "--save_every", 100, "--max_response_tokens", 120,
     )  # fmt: skip
     metrics = read_metrics(run)
     assert metrics[0]["eval_accuracy"] < 0.15
-    assert metrics[-1]["eval_accuracy"] > 0.4  # .65 to .83 was seen
+    assert metrics[-1]["eval_accuracy"] > 0.4  # .69 to .83 was seen
     rewards = [line["reward"] for line in metrics]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.3
 
