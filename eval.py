@@ -825,7 +825,8 @@ def draw_rules(runs, path):
 
 def rules_table(runs):
     """The same runs as numbers, means over seeds: accuracy (`mean` is over the whole training, by
-    the trapezoid rule), then means over steps."""
+    the trapezoid rule), then means over steps; last, by how much `balanced` beats the rule in `mean`:
+    the mean over seeds of the difference, its standard error, and the seeds where it is above 0."""
     formats = {"initial": "{:.3f}", "best": "{:.3f}", "last": "{:.3f}", "mean": "{:.3f}",
                "length": "{:.1f}", "length gap": "{:+.1f}", "abs(net advantage)": "{:.3f}"}  # fmt: skip
 
@@ -839,13 +840,23 @@ def rules_table(runs):
         net = mean(abs(step["net_advantage"]) for step in steps)
         return [*scores, mean(step["length"] for step in steps), gap, net]
 
+    def lead(ours, theirs):
+        pairs = [(a[3], b[3]) for a, b in zip(ours, theirs)]
+        differences = [a - b for a, b in pairs if a is not None and b is not None]
+        if ours is theirs or not differences:
+            return "-"
+        value, error = mean_and_error(differences)
+        wins = f"{sum(d > 0 for d in differences)} of {len(differences)}"
+        return f"{value:+.3f}" + (f" ± {error:.3f}" if error is not None else "") + f", {wins}"
+
     table = []
     for world, rules in runs.items():
-        for rule, seeds in rules.items():
-            means = zip(formats.values(), map(mean, zip(*map(numbers, seeds))))
+        rows = {rule: list(map(numbers, seeds)) for rule, seeds in rules.items()}
+        for rule, seeds in rows.items():
+            means = zip(formats.values(), map(mean, zip(*seeds)))
             cells = ["-" if value is None else form.format(value) for form, value in means]
-            table.append([world, rule, *cells])
-    return markdown(["world", "rule", *formats], table)
+            table.append([world, rule, *cells, lead(rows.get("balanced", seeds), seeds)])
+    return markdown(["world", "rule", *formats, "balanced leads"], table)
 
 
 def draw_compare(scores, curves, path):

@@ -570,6 +570,7 @@ def make_run(folder, rule, accuracies, steps=20, written=None):
             "eval_accuracy": accuracies[min(step // 5, len(accuracies) - 1)] if evaluated else None,
             "eval_step": step - (step != steps) if evaluated else None,
             "length_pos": 30.0 if spread else None, "length_neg": 80.0 if spread else None,
+            "length_gap": 50.0 if spread else None,
             "entropy": 0.5 / step, "grad_norm": 1.0, "net_advantage": 0.3,
             "weight_spread": 2.0 if spread else None,
         })  # fmt: skip
@@ -709,7 +710,21 @@ def test_the_table_of_the_rules_holds_means_over_seeds(tmp_path):
     table = evaluation.rules_table({"world": {"token": seeds}})
     cells = [cell.strip() for cell in table.splitlines()[2].split("|")[3:-1]]
     # `mean`: up from 0.1 for a quarter of the training, then flat
-    assert cells == ["0.100", "0.500", "0.500", "0.450", "50.0", "+7.0", "0.300"]
+    assert cells == ["0.100", "0.500", "0.500", "0.450", "50.0", "+7.0", "0.300", "-"]
+
+
+def test_the_table_says_by_how_much_balanced_leads(tmp_path):
+    """Mean accuracy over training, paired by seed: 0.35, 0.45 against 0.25, 0.3 (flat curves)."""
+    accuracies = {"balanced": (0.35, 0.45, 0.2), "token": (0.25, 0.3, 0.3), "fourth": (0.1,)}
+    runs = {
+        rule: [make_run(tmp_path / f"{rule}{i}", rule, [x, x, x, x, x]) for i, x in enumerate(some)]
+        for rule, some in accuracies.items()
+    }
+    rows = evaluation.rules_table({"world": runs}).splitlines()[2:]
+    cells = [row.split("|")[-2].strip() for row in rows]
+    assert cells == ["-", "+0.050 ± 0.076, 2 of 3", "+0.250, 1 of 1"]  # 0.1, 0.15, -0.1
+    alone = evaluation.rules_table({"world": {"token": runs["token"]}})
+    assert alone.splitlines()[2].endswith(" - |")
 
 
 def test_the_table_says_what_was_not_measured(tmp_path):
@@ -719,7 +734,7 @@ def test_the_table_says_what_was_not_measured(tmp_path):
     write_jsonl(run / "metrics.jsonl", rows)
     table = evaluation.rules_table({"world": {"token": [run]}})
     cells = [cell.strip() for cell in table.splitlines()[2].split("|")[3:-1]]
-    assert cells == ["-", "0.250", "0.250", "-", "50.0", "-", "0.300"]
+    assert cells == ["-", "0.250", "0.250", "-", "50.0", "-", "0.300", "-"]
 
 
 def test_a_model_is_of_the_math_family_by_its_own_name_not_its_folders():
