@@ -70,7 +70,7 @@ class Config:
     preset: str = arg("", "named settings: toy, small, qwen3-1.7b-dapo ... (default: by hardware)")
     name: str = arg("", "the run's folder is runs/NAME (default: made from the settings)")
     resume: str = arg("", "continue the run in this folder, from its last checkpoint")
-    seed: int = arg(0, "seed of data order, sampling and evaluation")
+    seed: int = arg(0, "seed of data order, sampling, evaluation, and of the toy's warm-up")
     report_to: str = arg("", "mirror the metrics to: tensorboard, wandb, or both with a comma")
     # model and data
     model: str = arg("", "transformers checkpoint, folder or hub id (preset toy makes its own)")
@@ -1471,10 +1471,11 @@ def toy_tokenizer():
 
 
 def toy_policy(config):
-    """The folder of the warmed-up policy; made at the first call, in less than a minute."""
+    """The folder of the warmed-up policy, made at the first call in less than a minute; each seed
+    has its own, as the rules' order can hang on it."""
     world, t = config.toy_world, TOY
     parts = (toy_problem, is_held_out, toy_solution, toy_tokenizer, toy_policy)
-    key = repr([world, t, [inspect.getsource(part) for part in parts]])  # code and settings
+    key = repr([world, config.seed, t, [inspect.getsource(part) for part in parts]])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = Path(config.cache_dir).expanduser() / f"toy-{world}-{key}"
     if (folder / "config.json").exists():
@@ -1484,8 +1485,9 @@ def toy_policy(config):
         new.mkdir(parents=True, exist_ok=True)  # better to know now than after the warm-up
     except OSError as error:
         fail(f"--cache_dir {config.cache_dir}: no folder can be made there ({error}); name another")
-    tokenizer, rng, random_state = toy_tokenizer(), random.Random(0), torch.get_rng_state()
-    torch.manual_seed(0)
+    tokenizer, rng = toy_tokenizer(), random.Random(config.seed)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(config.seed)
     model = hf.Qwen3ForCausalLM(hf.Qwen3Config(
         vocab_size=t["vocab"], hidden_size=t["hidden"], intermediate_size=t["intermediate"],
         num_hidden_layers=t["layers"], num_attention_heads=t["heads"], head_dim=32,

@@ -210,13 +210,13 @@ KEYS = (
 def test_the_files_of_a_run(workspace, toy):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = workspace(*SMALL, "--steps", 5, "--eval_every", 2, "--name", "here", "--seed", 3,
+    run = workspace(*SMALL, "--steps", 5, "--eval_every", 2, "--name", "here",
                     "--aggregation", "sequence", "--lr_warmup_steps", 4)  # fmt: skip
     assert sorted(p.name for p in run.iterdir()) == [
         ".lock", "checkpoint", "config.json", "curves.png", "metrics.jsonl", "samples.jsonl",
     ]  # fmt: skip
     config = json.loads((run / "config.json").read_text())
-    assert config["seed"] == 3 and config["aggregation"] == "sequence" and config["steps"] == 5
+    assert config["name"] == "here" and config["aggregation"] == "sequence" and config["steps"] == 5
 
     metrics = read_metrics(run)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
@@ -348,6 +348,23 @@ def test_the_toys_held_out_problems_are_never_trained_on(monkeypatch):
             text = problem["problem"] + grpo_ba.toy_solution(problem, world, rng)
             assert tokenizer.decode(tokenizer.encode(text)) == text
             assert len(tokenizer.encode(text)) == len(text)  # character by character
+
+
+def test_each_seed_warms_up_a_toy_policy_of_its_own(monkeypatch, tmp_path):
+    """So that runs of several seeds are independent; those of one seed share it, rule by rule."""
+    monkeypatch.setitem(grpo_ba.TOY, "clean_steps", 1)
+    monkeypatch.setitem(grpo_ba.TOY, "mixture_steps", 1)
+
+    def make(cache, **settings):
+        config = grpo_ba.Config(cache_dir=str(tmp_path / cache), **settings)
+        return load_file(Path(grpo_ba.toy_policy(config), "model.safetensors"))
+
+    state = torch.get_rng_state()
+    first = make("a", seed=1, aggregation="token")
+    assert torch.equal(torch.get_rng_state(), state)  # else a run would hang on the cache
+    assert_same_tensors(first, make("b", seed=1, aggregation="balanced"))
+    assert not torch.equal(*(w["model.norm.weight"] for w in (first, make("a", seed=2))))
+    assert len(list((tmp_path / "a").iterdir())) == 2
 
 
 def test_no_evaluation_is_made_whose_score_a_later_one_would_replace(workspace, monkeypatch):
