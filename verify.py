@@ -123,11 +123,13 @@ _ANSWER = r"(?i:(?:the )?(?:final )?answer(?: is)?\s*:?\s*)"
 SPELLING = [  # (pattern, replacement), in this order
     (r"\\(?:text)?color\s*\{\w*\}", ""),
     (rf"^\\text\{{\s*{_ANSWER}\}}|^{_ANSWER}|(?<=^\\text\{{){_ANSWER}", ""),
-    (r"\\(?:left|right)\s*\.|\\\$|[$\"€£¥]|(?<!\\)\\[()\[\]]", ""),
+    (r"\\(?:left|right)\s*\.|\\\$|\\(?:pounds|euro)(?![A-Za-z])|[$\"€£¥₹¢]|(?<!\\)\\[()\[\]]", ""),
+    (r"\{\}\s*(?=\^)", ""),  # 90{}^\circ
     (rf"\^\s*\{{?\s*\\(?:circ|degree)\s*\}}?\s*[CF]?{END}", " "),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
     (r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),  # 12{,}345 and 12\,345
+    (r"(?:(?<=\\frac\{)|(?<=\}\{))\d{1,3}(?:,\d{3})+(?=\})", lambda m: m[0].replace(",", "")),
     (r"\{([,:])\}", r"\1"),
     (r"(?<!\\)\\[,;:!> ]|~|\s", " "),
     (r"^[\s*`]+|[\s*`]+$|\\(?=%)", ""),  # markdown's stars; 50\%
@@ -139,7 +141,8 @@ SPELLING = [  # (pattern, replacement), in this order
     (r":=", "="),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
-    (r"!=", r"\\ne "),
+    (r"!=|\\not\s*=", r"\\ne "),
+    (r"\\not\s*\\in(?![A-Za-z])", r"\\notin "),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", lambda m: _repeating(*m.groups())),
     (r"(?<=\d)\s*(?:\^\s*\{(?:\s*\\prime)+\s*\}|'+)$", ""),  # minutes and seconds of arc
@@ -159,6 +162,7 @@ SPELLING = [  # (pattern, replacement), in this order
     (r"(?<![\w./])(\d+)\s+(\d+)/(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # 5 1/2
     (r"^(-?\d{1,3})((?: \d{3})+)$", lambda m: m[1] + m[2].replace(" ", "")),  # 12 345
     (r"\s+", " "),
+    (r"(?<=\S),?\s*(?:\\text\s*\{,?\s*for (?:all|every|any|each)\b|\\forall(?![A-Za-z])).*$", ""),
     (r",?\s*\(?\w\s*\\in\s*\\mathbb\{[NZ]\}[\d_^{}+]*\)?$", ""),  # , k \in \mathbb{Z}
     (r"^(?:[\s,;:=]|\\approx)+|(?:[\s,;:]|(?<!\.)\.|\\\\)+$", ""),
 ]
@@ -178,6 +182,8 @@ def normalise(text: str) -> str:
 
     # NFKC alone would read x² as x2 and 5½ as 51/2.
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{nfkc(match)}}}", text)
+    text = re.sub(r"\\text\s*\{\s*(?:(°\s*[CF]?)|\\?[$€£¥₹¢])\s*\}", r"\1", text)
+    text = re.sub(r"(\\text\s*\{[^{}^]*)\^\s*(?:\{(\d)\}|(\d))\s*\}", r"\1}^{\2\3}", text)  # cm²
     text = re.sub("[₀-₉]+", lambda match: f"_{{{nfkc(match)}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text.replace("ℝ", r"\mathbb{R}"))
     text = unicodedata.normalize("NFKC", text)
@@ -203,7 +209,8 @@ def _unstyle(match: re.Match) -> str:
     if "\\" in word:
         return f"{{{word}}}"
     before = match.string[: match.start()]
-    if word in (*LETTERS, "min") and re.search(r"\d(?:\s|~|\\[,;:! ])*$", before):  # 10\text{ m}
+    # 10\text{ m}, 12\pi\text{ m}
+    if word in (*LETTERS, "min") and re.search(r"(?:[\d}]|\\pi)(?:\s|~|\\[,;:! ])*$", before):
         return rf"\text{{{(UNITS | LETTERS)[word]}}}"
     if re.fullmatch(rf"{FUNCTIONS}|max|min|gcd|lcm", word):
         return f"\\{word} "
@@ -345,14 +352,16 @@ UNITS = {word: line.split()[0] for line in UNITS.split("|") for word in line.spl
 LETTERS = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter", "in": "inch"}
 _UNIT = "|".join(sorted(map(re.escape, UNITS | LETTERS), key=len, reverse=True))
 UNIT = re.compile(
-    rf"(?:\^?\s?\{{?\s?\\text\s?\{{([^{{}}\d]*)\}}\s?\}}?|(?<=[\d}}\s/])({_UNIT})s?)"
+    rf"/?\s?(?:\^?\s?\{{?\s?\\text\s?\{{([^{{}}\d]*)\}}\s?\}}?|(?<=[\d}}\s/])({_UNIT})s?)"
     r"\s?(?:\^\s?(?:\{\s?-?\d\s?\}|\d))?[\s/.]*$",
     re.IGNORECASE,
 )
 NO_UNIT = re.compile(  # what changes the number, or denies it
     r"[,;]|\b(?:not?|non|less|more|most|least|than|over|under|about|except|mod|squared|cubed|factorial"
+    r"|pi|sqrt|doubled?|twice|tripled|plus|minus|divided|remainder|choose|maybe|wrong|false|incorrect"
+    r"|(?:times|point|base|root) (?:zero|one|two|three|four|five|six|seven|eight|nine|ten)"
     r"|half|halves|negative|below|above|minimum|maximum|max|undefined|infinite|bn|mn|lakhs?|crores?"
-    r"|(?:hundred|dozen|thousand|million|billion|trillion|score)s?"
+    r"|(?:hundred|dozen|thousand|\w*illion|score)s?"
     r"|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths?)\b"
     r"|[十百千万萬亿億半]|以上|以下|分之",
     re.IGNORECASE,
@@ -373,6 +382,8 @@ def _strip_unit(text: str, letters: bool) -> tuple[str, str]:
     while match := UNIT.search(text):
         word = (match[1] or match[2] or "").strip().lower()
         bare_letter = match[2] and word in LETTERS
+        if match[0].startswith("^") and word not in ("th", "st", "nd", "rd", "o"):
+            break  # 10^{\text{six}}
         number_before = re.search(r"\d|\\pi", text[: match.start()])
         if not number_before or NO_UNIT.search(word) or bare_letter and not letters:
             break
@@ -418,7 +429,8 @@ def _items(text: str) -> tuple[str, list[str]]:
         ends = [r"-\infty", *holes, r"\infty"]
         return "union", [f"({left},{right})" for left, right in itertools.pairwise(ends)]
     if match := MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[\w*\])?", match[3]) if row.strip()]
+        rows = re.split(r"\\\\(?:\s*\[[\w.]*\])?", match[3])  # \\[0.5em]
+        rows = [row.split("&") for row in rows if row.strip()]
         if len({len(row) for row in rows}) == 1:
             kind = "column" if len(rows[0]) == 1 else f"{len(rows)} x {len(rows[0])}"
             factor = match[1].replace("-", "-1") if match[1].strip() == "-" else match[1]
@@ -460,7 +472,8 @@ def _same_items(a_kind: str, a: list[str], g_kind: str, g: list[str]) -> bool:
 RELATION = rf"\\(?:le|ge|ne|in|approx|equiv){END}|[<>=]"
 _ATOM = rf"(?:\\[A-Za-z]+{END}(?:\s?\{{\w+\}})?|[A-Za-z])(?:_(?:\{{[^{{}}]*\}}|\w))?"
 _ATOM = rf"(?:{_ATOM}(?:\^(?:\{{\\prime\}}|\*))?)+"
-_NAME = rf"(?:\\frac\{{{_ATOM}\}}\{{{_ATOM}\}}|\|{_ATOM}\||\[{_ATOM}\]|{_ATOM}(?:\([^()]*\))?)"
+_CALL = r"(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?"  # f(f(2)), E[X]
+_NAME = rf"(?:\\frac\{{{_ATOM}\}}\{{{_ATOM}\}}|\|{_ATOM}\||\[{_ATOM}\]|{_ATOM}{_CALL})"
 NAME = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME})+\)")
 SUM = re.compile(rf"{_NAME}(?:\+{_NAME})*")
 NO_NAME = re.compile(r"\\(?:sqrt|log|ln|exp|sum|int|prod|pi|infty)|^[ei]$")
@@ -496,8 +509,16 @@ def _same_relation(a: str, a_relation: tuple, g: str, g_relation: tuple) -> bool
     if a_interval and g_interval:
         return _key(a_interval[0]) == _key(g_interval[0]) and _same(a_interval[1], g_interval[1])
     if len(a_signs) == len(g_signs) == 1:
+        if _is_solved(g_sides) and not _is_solved(a_sides):
+            return False  # 3x+2 = 17 restates the problem for x = 5
         return _same_equation(a_sides, a_signs[0], g_sides, g_signs[0])
     return False
+
+
+def _is_solved(sides: list[str]) -> bool:
+    """Is one side a name, and the other without any?"""
+    name, value = sides if _is_name(sides[0]) else sides[::-1]
+    return _is_name(name) and not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", value))
 
 
 def _interval(sides: list[str], signs: list[str]) -> tuple[str, str] | None:
@@ -522,7 +543,7 @@ BASE = re.compile(r"\(?0*(\d[0-9A-Z]*)\)?_\{?(\d+)\}?")
 
 
 def _words(text: str) -> str:
-    text = re.sub(r"\\text\s*\{|[{}().,:;'\"!?\\]", " ", text).casefold()
+    text = re.sub(r"\\text\s*\{|[.:](?!\d)|(?<!\d)!|[{}(),;'\"?\\]", " ", text).casefold()
     return re.sub(r"^\s*(?:an?|the)\s+|\s+", "", text)
 
 
@@ -531,7 +552,9 @@ def _same_text(a: str, g: str) -> bool | None:
     if re.fullmatch("[A-J]", g):
         bare = re.sub(r"\\text\s*\{|[{}]", "", a).strip()
         if choice := re.match(r"\(?\s*([A-Ja-j])\s*(?:\)|[.:]|$)", bare):  # (C), C. 12
-            others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", bare[choice.end() :])
+            others = re.search(
+                r"(?<![A-Za-z\\])(?:[A-J](?![A-Za-z])|[a-j]\s*(?:[).:,;]|$))", bare[choice.end() :]
+            )
             return choice[1].upper() == g and not others
     a_base, g_base = BASE.fullmatch(_key(a)), BASE.fullmatch(_key(g))
     if a_base or g_base:
@@ -575,6 +598,7 @@ def _tree(text: str):
         return None
     if any(len(pattern.findall(text)) > limit for pattern, limit in AT_MOST):
         return None
+    text = re.sub(rf"\\hbar{END}", r"\\eta ", re.sub(r"_\s*(?:\{\\odot\s*\}|\\odot)", "_{s}", text))
     _, latex2sympy2, _ = _library()
     try:
         return latex2sympy2.latex2sympy(
@@ -741,13 +765,15 @@ def _same_equation(a_sides: list[str], a_sign: str, g_sides: list[str], g_sign: 
     tolerance = max(
         _tolerance(answer, gold) for answer, gold in itertools.product(trees[:2], trees[2:])
     )
-    if len(ratios) < 2 or any(abs(r - ratios[0]) > tolerance * abs(r) for r in ratios):
+    if len(ratios) < 2 or abs(ratios[0]) <= 1e-30:  # 0 > 0 is a multiple of anything
+        return False
+    if any(abs(r - ratios[0]) > tolerance * abs(r) for r in ratios):
         return False
     direction = {"<": 1, ">": -1, r"\le": 2, r"\ge": -2}
     if a_sign in direction and g_sign in direction:
         sign = 1 if ratios[0].real > 0 else -1
         return direction[a_sign] == sign * direction[g_sign]
-    return a_sign == g_sign and abs(ratios[0]) > 1e-30
+    return a_sign == g_sign
 
 
 def math_equal(answer: str, gold: str) -> bool:
