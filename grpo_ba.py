@@ -1149,7 +1149,9 @@ def check_memory(config, model_config, world, gpu_gib, use_vllm=True):
 def load_task(config):
     """(path of the model, problems to train on, held-out problems); the toy makes its own."""
     if not config.model:
-        return toy_policy(config), *toy_problems(config.toy_world, config.eval_problems)
+        saved = config.resume and find_checkpoint(config.resume)  # no second warm-up
+        path = saved or toy_policy(config)
+        return str(path), *toy_problems(config.toy_world, config.eval_problems)
     import eval as evaluation  # eval.py knows the benchmarks
 
     held_out = {}
