@@ -1,7 +1,6 @@
-"""Fixtures: a tiny Qwen3, responses made by hand, and one warmed-up toy policy for all tests."""
+"""Fixtures: the toy, tiny models, responses made by hand, and what a user's mistake looks like."""
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import grpo_ba
-from verify import verify_math
 
 torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings
 
@@ -79,44 +77,23 @@ def ascii_tokenizer():
     return make
 
 
-TOY = grpo_ba.TOY | {"mixture_steps": 90}  # of 350, as seconds count
-
-
 @pytest.fixture(scope="session")
-def toy(request, tmp_path_factory):
-    """The folder of a toy policy of the default world, in a cache that test sessions share."""
-    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
-    folder = cache.mkdir("toy_policies") if cache else tmp_path_factory.mktemp("toy_policies")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_ba, "TOY", TOY)
-        return Path(grpo_ba.toy_policy(grpo_ba.Config(cache_dir=str(folder))))
-
-
-class VerifierInProcess:
-    """verify.py's verdicts without its worker processes, which take seconds to start."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def score(self, responses, problems):
-        return [verify_math(r, p["answer"]) for r, p in zip(responses, problems, strict=True)]
+def toy():
+    """The folder of the toy policy whose wrong answers ramble on, with its problems."""
+    return ROOT / ".assets/toy-rambler"
 
 
 @pytest.fixture
-def workspace(tmp_path, monkeypatch, toy):
-    """An empty working directory; returns what runs `grpo_ba.py ARGS` in this process, with the
-    toy policy and without worker processes, and returns the run's folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo_ba, "TOY", TOY)
-    monkeypatch.setattr(grpo_ba, "Verifier", VerifierInProcess)
-    handler = signal.getsignal(signal.SIGINT)
+def mistake(capsys):
+    """Runs what ends as a user's mistake must: exit status 2 and one line, which is returned."""
 
-    def run(*args):
-        argv = ["--preset", "toy", "--cache_dir", toy.parent, *args]
-        return tmp_path / grpo_ba.train(grpo_ba.parse(list(map(str, argv))))
+    def run(action, *args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            action(*args)
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        lines = [line for line in lines if "%|" not in line]  # progress bars
+        assert caught.value.code == 2 and len(lines) == 1, lines
+        return lines[0]
 
-    yield run
-    signal.signal(signal.SIGINT, handler)  # a run that a test let crash kept its own
+    return run

@@ -1,65 +1,41 @@
-"""Several ranks over gloo: the same parameters as one rank, the same run folder, no hanging."""
+"""Several ranks over gloo: the same parameters as one rank, the same run folder, no hanging. Run as
+a script, this file trains one run after the other, each given as flags of grpo_ba.py."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
-
-# Each job is one training run of a random tiny model; rewards are a function of the response alone,
-# so that groups have spread, and every rank gives the same response the same reward.
-DRIVER = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
 import grpo_ba
-
 from verify import Verdict
 
-def score(verifier, texts, problems):
-    assert len(texts) == len(problems)
-    return [Verdict(float(sum(map(ord, text)) % 3 == 0), "correct") for text in texts]
+ROOT = Path(__file__).resolve().parents[1]
+# One held-out problem: the second rank has none to evaluate.
+FLAGS = """--preset toy --eval_data=one.jsonl --prompts_per_step 4 --group_size 4 --steps 3 --lr 1e-3
+    --temperature 1.5 --max_response_tokens 24 --lr_warmup_steps 2 --save_every 9 --eval_every 2 """
 
-grpo_ba.Verifier.score = score
-common = dict(model="model", train_data="problems.jsonl", preset="small", prompts_per_step=4,
-              eval_data="held_out.jsonl",  # one problem: the second rank has none to evaluate
-              group_size=4, minibatches=2, max_response_tokens=12, lr=1e-3, lr_warmup_steps=2,
-              micro_batch_tokens=1100, save_every=100, engine="transformers")
-for job in json.loads(sys.argv[1]):
-    grpo_ba.train(grpo_ba.Config(**{{**common, **job}}))
-grpo_ba.leave_distributed()
-threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-if "vllm" not in sys.modules:  # else one of them may abort the process at its exit
-    assert not any("gloo" in name for name in threads), threads
-"""
+
+class Scorer:
+    """Rewards are a function of the response alone, so that groups have spread."""
+
+    def score(self, texts, problems):
+        assert len(texts) == len(problems)
+        return [Verdict(float(sum(map(ord, text)) % 3 == 0), "") for text in texts]
+
+
+def train_all(runs):
+    for flags in runs:
+        grpo_ba.train(grpo_ba.parse((FLAGS + flags).split()), Scorer())
 
 
 def make_folder(folder):
-    """Puts a random tiny Qwen3, nine problems and the driver into a folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    import grpo_ba
-
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        tie_word_embeddings=True, initializer_range=0.1, eos_token_id=1, bos_token_id=None,
-    ))  # fmt: skip
-    model.save_pretrained(folder / "model")
-    grpo_ba.toy_tokenizer().save_pretrained(folder / "model")
-    problems = [{"problem": f"a{i}b{i + 1}?", "answer": str(i)} for i in range(9)]
-    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    (folder / "held_out.jsonl").write_text(json.dumps({"problem": "a4e4?", "answer": "3"}))
-    (folder / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
+    (folder / "one.jsonl").write_text('{"problem": "a4e4?", "answer": "3"}\n')
     return folder
 
 
@@ -76,97 +52,99 @@ def processes(folder):
     return found
 
 
-def start(folder, ranks, *jobs):
+def start(folder, ranks, script, *args):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "driver.py", json.dumps(jobs)]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), str(script), *args]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STARTED_IN": str(folder)}
     return subprocess.Popen(
-        command, cwd=folder, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "STARTED_IN": str(folder)},
-    )  # fmt: skip
+        command, cwd=folder, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+def finish(folder, process, timeout=240):
+    """Waits for it to end well; whatever happens, nothing of it is left."""
+    try:
+        errors = process.communicate(timeout=timeout)[1]
+        assert process.returncode == 0, errors[-3000:]
+    finally:
+        for pid in processes(folder):
+            os.kill(pid, signal.SIGKILL)
 
 
 def weights(folder, name):
-    return load_file(folder / "runs" / name / "checkpoint" / "model.safetensors")
+    return load_file(folder / f"runs/{name}/checkpoint/model.safetensors")
 
 
 def metrics(folder, name):
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(grpo_ba.read_jsonl(folder / f"runs/{name}/metrics.jsonl"))
+
+
+def largest_difference(one, other):
+    return max((one[key] - other[key]).abs().max().item() for key in one)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All runs of this file that are meant to end well, in two launches."""
-    folder = make_folder(tmp_path_factory.mktemp("ranks"))
-    one = start(folder, 1, {"name": "one", "steps": 3})
-    two = start(
-        folder, 2,
-        {"name": "two", "steps": 3},
-        {"name": "zero", "steps": 3, "zero": True},
-        {"name": "cut", "steps": 2, "zero": True},
-        {"name": "cut", "resume": "runs/cut", "steps": 3, "zero": True},
-    )  # fmt: skip
-    try:
-        for process in (one, two):
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for pid in processes(folder):
-            os.kill(pid, signal.SIGKILL)
+    """One run on one rank, in this process, and three on two ranks, in one launch."""
+    folder, handler = make_folder(tmp_path_factory.mktemp("ranks")), signal.getsignal(signal.SIGINT)
+    zero = "--zero 1 --name zero", "--zero 1 --name cut --steps 2", "--resume runs/cut --steps 3"
+    two = start(folder, 2, __file__, "--name two", *zero)
+    with chdir(folder):
+        train_all(["--name one"])
+    signal.signal(signal.SIGINT, handler)
+    finish(folder, two)
     return folder
 
 
 @pytest.mark.parametrize("name", ["two", "zero", "cut"])
-def test_two_ranks_end_with_the_parameters_of_one(runs, name):
+def test_two_ranks_end_with_the_parameters_of_one(runs, toy, name):
     """`zero` shards the optimizer; `cut` does so too and is resumed before its last step."""
-    initial, alone, together = (
-        load_file(runs / "model/model.safetensors"),
-        weights(runs, "one"),
-        weights(runs, name),
-    )
-    moved = max((alone[key] - initial[key]).abs().max() for key in alone)
-    differ = max((alone[key] - together[key]).abs().max() for key in alone)
-    assert moved > 2e-3  # 6 optimizer steps of 1e-3: there is something to agree about
-    assert differ < 1e-5
+    alone = weights(runs, "one")
+    assert largest_difference(alone, load_file(toy / "model.safetensors")) > 2e-3  # it has moved
+    assert largest_difference(alone, weights(runs, name)) < 5e-5
 
 
-@pytest.mark.parametrize("name", ["two", "zero", "cut"])
+@pytest.mark.parametrize("name", ["two", "zero"])
 def test_two_ranks_log_the_metrics_of_one(runs, name):
     alone, together = metrics(runs, "one"), metrics(runs, name)
     assert [line["step"] for line in together] == [1, 2, 3]
     for a, b in zip(alone, together):
-        assert a["skipped"] == 0 and a["grad_norm"] > 0
-        assert a["eval_accuracy"] in ((None,) if a["step"] == 2 else (0, 1))
+        assert a["grad_norm"] > 0
         for key in a.keys() - {"padding"}:  # each rank cuts its own micro-batches
             if not key.startswith("seconds") and a[key] is not None:
-                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=3e-5), key
 
 
 def test_only_rank_0_writes(runs):
-    assert sorted(path.name for path in (runs / "runs").iterdir()) == ["cut", "one", "two", "zero"]
-    files = {path.name for path in (runs / "runs" / "two").iterdir()}
-    assert files == {path.name for path in (runs / "runs" / "one").iterdir()}
-    assert len(metrics(runs, "two")) == 3
-    samples = (runs / "runs" / "two" / "samples.jsonl").read_text().splitlines()
-    assert len(samples) == len((runs / "runs" / "one" / "samples.jsonl").read_text().splitlines())
+    assert {path.name for path in (runs / "runs").iterdir()} == {"cut", "one", "two", "zero"}
+    one, two = (runs / "runs/one", runs / "runs/two")
+    assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+    assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
 
-def test_a_killed_rank_ends_all_within_a_minute(runs):
-    process = start(runs, 2, {"name": "killed", "steps": 100_000})
-    log = runs / "runs" / "killed" / "metrics.jsonl"
+def test_a_killed_rank_ends_all_within_a_minute(tmp_path):
+    flags = FLAGS.replace("one.jsonl", "") + "--steps 100000 --name killed"
+    process = start(make_folder(tmp_path), 2, ROOT / "grpo_ba.py", *flags.split())
     deadline = time.monotonic() + 120
     try:
-        while not (log.exists() and len(log.read_text().splitlines()) >= 2):
+        while len(metrics(tmp_path, "killed")) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        rank_1 = [pid for pid, text in processes(runs).items() if "\0RANK=1\0" in text]
+        rank_1 = [pid for pid, text in processes(tmp_path).items() if "\0RANK=1\0" in text]
         os.kill(min(rank_1), signal.SIGKILL)  # as the kernel does when memory runs out
         deadline = time.monotonic() + 60
         process.communicate(timeout=60)
         assert process.returncode != 0
-        while left := processes(runs):  # torchrun, rank 0, and the workers of both ranks
+        while left := processes(tmp_path):  # torchrun, rank 0, and the workers of both ranks
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
     finally:
-        for pid in processes(runs):
+        for pid in processes(tmp_path):
             os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    grpo_ba.run_main(lambda: train_all(sys.argv[1:]))
+    threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    if "vllm" not in sys.modules:  # else one of them may abort the process at its exit
+        assert not any("gloo" in name for name in threads), threads

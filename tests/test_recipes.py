@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
 
-import grpo_ba
-from grpo_ba import Response, group_advantages, response_logprobs, token_weights
+import grpo_ba as ba
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -26,15 +27,12 @@ def test_trl_trains_with_the_balanced_rule(tiny_qwen3, tmp_path):
     """One real optimizer step of TRL's trainer, whose sequences are shuffled into two micro-batches:
     the gradient is the balanced rule's over the groups that were sampled."""
     trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import TrainerCallback
-
     seen = {}
 
     class Trainer(recipe("BATrainer", "TRL")):
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
-            seen.update(prompts=[row["prompt"] for row in inputs], batch=dict(batch))
+            seen["batch"] = dict(batch)
             seen["start"] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             return batch
 
@@ -54,36 +52,34 @@ def test_trl_trains_with_the_balanced_rule(tiny_qwen3, tmp_path):
         bf16=False, gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     trainer = Trainer(
-        model=tiny_qwen3(vocab=48), reward_funcs=reward, args=args, callbacks=[KeepGradient()],
+        model=tiny_qwen3(vocab=31), reward_funcs=reward, args=args, callbacks=[KeepGradient()],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-        processing_class=grpo_ba.toy_tokenizer(),
+        processing_class=AutoTokenizer.from_pretrained(ba.PRESETS["toy"]["model"]),
     )  # fmt: skip
     trainer.train()
 
     batch = seen["batch"]
-    responses = []
-    for prompt_ids, prompt_mask, ids, mask in zip(
-        *(batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
-    ):
-        ids = ids[mask.bool()]
-        responses.append(Response(prompt_ids[prompt_mask.bool()], ids, torch.zeros(len(ids)), ""))
+    keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    responses = [
+        ba.Response(prompt_ids[prompt_mask.bool()], ids[mask.bool()], None, "stop")
+        for prompt_ids, prompt_mask, ids, mask in zip(*(batch[key] for key in keys))
+    ]
     lengths = torch.tensor([len(r.ids) for r in responses]).view(P, G)
     rewards = torch.tensor(seen["rewards"], dtype=torch.float64).view(P, G)
     A = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)  # TRL's
     unlike = lengths.amax(dim=1) > lengths.amin(dim=1)
     assert ((A.amax(dim=1) > 0) & unlike).sum() >= 2  # else the rules would agree
 
-    model = tiny_qwen3(vocab=48)
+    model = tiny_qwen3(vocab=31)
     model.load_state_dict(seen["start"], strict=False)
-    logprobs, _ = response_logprobs(model, responses, 0.7, chunk=0)
+    logprobs = ba.response_logprobs(model, responses, 0.7).split(lengths.flatten().tolist())
     loss = 0.0
     for p in range(P):  # by the formula, with a ratio of 1
         for sign in (1, -1):
             members = [g for g in range(G) if A[p, g] * sign > 0]
             tokens = sum(lengths[p, g].item() for g in members)
             for g in members:
-                first = lengths.flatten()[: p * G + g].sum().item()
-                own = logprobs[first : first + lengths[p, g]].sum()
+                own = logprobs[p * G + g].sum()
                 loss = loss - len(members) / G * A[p, g] * own / tokens / P
     loss.backward()
     size = max(p.grad.abs().max() for p in model.parameters())
@@ -114,7 +110,7 @@ def test_trls_ranks_share_a_group(monkeypatch):
         )
         return trainer._generate_and_score_completions([])["advantages"]
 
-    expected = (A * token_weights("balanced", A, lengths) * 4 * 8).flatten()
+    expected = (A * ba.token_weights("balanced", A, lengths) * 4 * 8).flatten()
     torch.testing.assert_close(run(0, slice(0, 6)), expected[:6])
     torch.testing.assert_close(run(1, slice(6, 12)), expected[6:])
 
@@ -159,9 +155,9 @@ def test_verl_trains_with_the_balanced_rule():
         total = total + part
 
     bessel = ((G - 1) / G) ** 0.5  # verl's standard deviation has ddof 1
-    A = group_advantages(rewards) * bessel
+    A = ba.group_advantages(rewards) * bessel
     per_row = A.view(-1, 1).expand(-1, T)
-    ours, clipped = grpo_ba.policy_loss(logprobs, old, per_row, 0.2, 0.28)
-    weights = token_weights("balanced", A, lengths).view(-1, 1)
+    ours, clipped = ba.policy_loss(logprobs, old, per_row, 0.2, 0.28)
+    weights = ba.token_weights("balanced", A, lengths).view(-1, 1)
     assert total.item() == pytest.approx((weights * ours * mask).sum().item() / P, rel=1e-4)
     assert 0.05 < (clipped * mask).sum() / mask.sum() < 0.95
