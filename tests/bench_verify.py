@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import math_verify
 
-import verify
-from verify import Verifier, verify_code, verify_math
+from verify import Verifier, require_sandbox, run_program, verify_math
 
 DATA = ROOT.parent / "shared/data"
 ATTACKS = [
@@ -29,96 +28,64 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-def ordinary_answers(count: int) -> tuple[list[str], list[str]]:
+def timed(function, *args):
+    begin = time.perf_counter()
+    result = function(*args)
+    return time.perf_counter() - begin, result
+
+
+def ordinary_answers(count):
     """Golds of the benchmarks, boxed and respelled, half of them the answer to another problem."""
-    golds = []
+    golds, rng = [], random.Random(0)
     for name in ("math500", "olympiadbench", "minerva_math", "gsm8k_train"):
         for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             answer = json.loads(line)["answer"]
             golds.append(answer if isinstance(answer, str) else answer[0])
-    rng = random.Random(0)
     golds = rng.sample(golds, count)
     answers = golds[: count // 2] + rng.sample(golds[count // 2 :], count - count // 2)
     spelled = [a.replace("$", "").replace(r"\frac", r"\dfrac").replace("+", " + ") for a in answers]
     return [rf"Let me see. The answer is \[ \boxed{{ {answer} }} \]" for answer in spelled], golds
 
 
-def timed(function, *args) -> tuple[float, object]:
-    begin = time.perf_counter()
-    result = function(*args)
-    return time.perf_counter() - begin, result
+def bare(response, gold):
+    parsed = math_verify.parse(f"${gold.replace('$', '')}$", parsing_timeout=None)
+    answer = math_verify.parse(response, parsing_timeout=None)
+    return math_verify.verify(parsed, answer, timeout_seconds=None)
 
 
-def bench_math(count: int = 2000) -> None:
+def bench_math(count=2000):
     responses, golds = ordinary_answers(count)
-
-    def bare_loop():
-        def verdict(response, gold):
-            parsed = math_verify.parse(f"${gold.replace('$', '')}$", parsing_timeout=None)
-            answer = math_verify.parse(response, parsing_timeout=None)
-            return math_verify.verify(parsed, answer, timeout_seconds=None)
-
-        return [verdict(*pair) for pair in zip(responses, golds)]
-
-    def our_loop():
-        return [verify_math(*pair) for pair in zip(responses, golds)]
-
-    bare_loop(), our_loop()  # imports, and the parser's tables
-    bare, theirs = timed(bare_loop)
-    verify.normalise.cache_clear(), verify._tree.cache_clear()
-    ours, verdicts = timed(our_loop)
-    agree = sum(a == bool(b.reward) for a, b in zip(theirs, verdicts))
-    print(f"{count} ordinary answers, one process:")
-    print(f"  bare loop over math_verify {count / bare:7.0f} answers/s")
-    print(f"  verify_math                {count / ours:7.0f} answers/s, {bare / ours:.1f} x, "
-          f"agrees on {agree}")  # fmt: skip
+    problems = [{"answer": gold} for gold in golds]
+    for name, function in ("math_verify, bare", bare), ("verify_math", verify_math):
+        list(map(function, responses[:200], golds[:200]))  # imports, and the parser's tables
+        seconds, _ = timed(lambda f=function: list(map(f, responses, golds)))
+        print(f"{name:20} {count / seconds:7.0f} answers/s in one process")
+    attacks = [(rf"\boxed{{{ATTACKS[i % len(ATTACKS)]}}}", {"answer": "5"}) for i in range(100)]
+    mixed = random.Random(0).sample(list(zip(responses, problems)) + attacks, count + 100)
     for workers in (1, 2):
         with Verifier(workers) as verifier:
-            start, _ = timed(verifier.score, responses[:2], golds[:2])
-            first, _ = timed(verifier.score, responses, golds)  # fills the parser's tables
-            later, _ = timed(verifier.score, responses, golds)
-            print(f"  Verifier, {workers} worker(s)      {count / first:7.0f} answers/s at first, "
-                  f"{count / later:.0f} later: {bare / first:.1f} x, {bare / later:.1f} x; "
-                  f"start {start:.1f} s")  # fmt: skip
-    mixed = list(zip(responses, golds))
-    attacks = [(rf"\boxed{{{ATTACKS[i % len(ATTACKS)]}}}", "5") for i in range(count // 10)]
-    with Verifier(2) as verifier:
-        verifier.score(*zip(*mixed))
-        plain, _ = timed(verifier.score, *zip(*mixed))
-        mixed = random.Random(0).sample(mixed + attacks, len(mixed) + len(attacks))
-        attacked, _ = timed(verifier.score, *zip(*mixed))
-    print(f"  with {len(attacks)} time attacks among them: {attacked - plain:+.1f} s (limit 20 s)")
+            start, _ = timed(verifier.score, responses[:2], problems[:2])
+            verifier.score(responses, problems)
+            seconds, _ = timed(verifier.score, responses, problems)
+            attacked, _ = timed(verifier.score, *zip(*mixed))
+        print(f"Verifier, {workers} worker(s) {count / seconds:7.0f} answers/s, start {start:.1f} s; "
+              f"100 time attacks among them: {attacked - seconds:+.1f} s")  # fmt: skip
 
 
-def bench_attacks() -> None:
-    verify_math(r"\boxed{x+1}", "1+x")
-    print("time attacks, seconds each (limit 2):")
-    for attack in ATTACKS:
-        seconds, verdict = timed(verify_math, rf"\boxed{{{attack}}}", "5")
-        print(f"  {seconds:6.3f} {verdict.reason:12} {attack[:50]}")
-
-
-def bench_sandbox(rounds: int = 60) -> None:
-    """An honest one-test program against a bare interpreter; the two take turns, so that whatever
-    else runs on the machine slows both alike."""
-    response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-    tests = [{"input": "3 4\n", "output": "7\n", "testtype": "stdin"}]
-    verify_code(response, tests)  # probes the machine, once
-    bare, ours = [], []
+def bench_sandbox(rounds=40):
+    """A program against a bare interpreter; they take turns, so that load slows both alike."""
+    command = [sys.executable, "-I", "-c", "pass"]
+    sandbox, found = require_sandbox(False), {"bare": [], "sandbox": []}
     for _ in range(rounds):
-        command = [sys.executable, "-I", "-c", "pass"]
-        bare.append(timed(lambda: subprocess.run(command, check=True))[0])  # noqa: B023
-        seconds, verdict = timed(verify_code, response, tests)
-        assert verdict.reason == "correct"
-        ours.append(seconds)
-    bare, ours = statistics.median(bare), statistics.median(ours)
-    print(f"sandbox launch {ours * 1000:.1f} ms, bare interpreter {bare * 1000:.1f} ms: "
-          f"ratio {ours / bare:.2f}, overhead {(ours - bare) * 1000:.1f} ms (limit 60)")  # fmt: skip
+        found["bare"].append(timed(subprocess.run, command)[0])
+        found["sandbox"].append(timed(run_program, sandbox, "print(7)", "", "", 6.0)[0])
+    ms = {name: 1000 * statistics.median(seconds) for name, seconds in found.items()}
+    print(f"a program {ms['sandbox']:.1f} ms, a bare interpreter {ms['bare']:.1f} ms: ratio "
+          f"{ms['sandbox'] / ms['bare']:.2f}, {ms['sandbox'] - ms['bare']:.1f} ms more (limit 60)")  # fmt: skip
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # math_verify says that its timeouts are off
     if DATA.exists():
         bench_math()
-    bench_attacks()
     bench_sandbox()
