@@ -86,6 +86,9 @@ def test_any_thread_may_score_in_order_and_nothing_of_the_callers_changes(monkey
         assert "torch" not in Path(f"/proc/{worker.pid}/maps").read_text()
     assert found == {n: ["correct", "no_answer"] for n in range(3)}
     assert 900 < signal.setitimer(signal.ITIMER_REAL, 0)[0] < 1000
+    until = time.monotonic() + 10  # a cancelled timer's thread takes a moment to end
+    while threading.active_count() > before[0] and time.monotonic() < until:
+        time.sleep(0.01)
     assert threading.active_count() == before[0]
     assert {s: signal.getsignal(s) for s in signal.valid_signals()} == handlers
 
