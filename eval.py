@@ -31,8 +31,7 @@ import grpo_ba as ba
 from grpo_ba import RANK, WORLD, Sampling, arg, print0
 from verify import Verifier, fail, gold_texts, parse_tests, require_sandbox
 
-# ----------------------------------------------------------------------------------------
-# 1. Benchmarks and settings. The revisions are those that public evaluations use.
+# ---------- 1. Benchmarks and settings. The revisions are those that public evaluations use.
 
 # fmt: off
 BENCHMARKS = {  # hub id[:config], revision, rows
@@ -69,7 +68,7 @@ class Options:
     temperature: float = arg(0.0, "of the sampling; 0: the preset's")
     max_tokens: int = arg(0, "longest response; 0: the preset's")
     engine: Literal["vllm", "transformers"] = arg(ba.Config.engine, "who samples")
-    batch_size: int = arg(256, "responses of a rank per write")
+    batch_size: int = arg(256 if ba.CUDA else 16, "responses of a rank per write")
     unsafe_code: bool = arg(False, "run programs without the sandbox")
     lcb_release: Literal[*LCB_ROWS] = arg("release_v6", "of LiveCodeBench")
     lcb_start: str = arg("2000-01-01", "LiveCodeBench's first day")
@@ -86,14 +85,14 @@ def parse(argv=None):
         if name not in BENCHMARKS and not name.endswith(".jsonl"):
             fail(f"--benchmarks {name}: choose from {', '.join(BENCHMARKS)}, or a .jsonl file")
     for name, value in vars(o).items():
-        if type(value) in (int, float) and not value >= (name == "batch_size"):
-            fail(f"--{name} {value}: must be a positive number")
+        least = 1 if name == "batch_size" else 0
+        if type(value) in (int, float) and not value >= least:  # NaN neither
+            fail(f"--{name} {value}: must be at least {least}")
     return o
 
 
-# ----------------------------------------------------------------------------------------
-# 2. Data: problems {"problem", "answer"}, where "answer" lists the golds of which any is right;
-#    those of LiveCodeBench have "messages", "tests" and "func_name" too.
+# ---------- 2. Data: problems {"problem", "answer"}, where any of the "answer"s is right; those of
+# LiveCodeBench have "messages", "tests" and "func_name" too.
 
 
 def math_problem(name, row):
@@ -113,19 +112,14 @@ def math_problem(name, row):
 LCB_BAD = """abc311_c abc326_d abc327_b abc333_e abc343_a abc343_e abc362_c arc185_c abc337_e
 abc355_e abc350_c arc189_a find-words-containing-character find-the-peaks most-frequent-ids
 generate-binary-strings-without-adjacent-zeros apply-operations-to-make-string-empty"""
-LCB_SYSTEM = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and "
-    "will generate a correct Python program that matches the specification and passes all tests."
-)
-LCB_STARTER = (
-    "You will use the following starter code to write the solution to the problem and enclose your "
-    "code within delimiters."
-)
-LCB_STDIN = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly "
-    "test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when "
-    "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
-)
+LCB_SYSTEM = """You are an expert Python programmer. You will be given a question (problem \
+specification) and will generate a correct Python program that matches the specification and passes \
+all tests."""
+LCB_STARTER = """You will use the following starter code to write the solution to the problem and \
+enclose your code within delimiters."""
+LCB_STDIN = """Read the inputs from stdin solve the problem and write the answer to stdout (do not \
+directly test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when \
+the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."""
 MAX_TESTS_BYTES = 2**30  # of one problem, decompressed: a zip bomb ends here
 
 
@@ -180,21 +174,20 @@ def load_problems(name, o):
         except Exception as error:  # noqa: BLE001 - hostile rows
             fail(f"{name}, row {number}: cannot be used ({error!r:.300})")
     print0(f"{name}: {len(problems)} different problems in {len(rows)} rows (expected: {expected})")
-    return list(problems.values()) or fail(f"{name}: no problem; widen --lcb_start and --lcb_end")
+    return list(problems.values()) or fail(f"{name}: no problem (in --lcb_start to --lcb_end)")
 
 
-# ----------------------------------------------------------------------------------------
-# 3. Sampling and scores. A response depends on weights, settings, prompt and its own seed (on a GPU,
-#    a little on the batch), so a killed run can go on, and ranks do not change the table. Standard
-#    errors are over problems: responses to one problem are not independent.
+# ---------- 3. Sampling and scores. A response depends on weights, settings, prompt and its own seed
+# (on a GPU, a little on the batch), so a killed run can go on, and ranks do not change the table.
+# Standard errors are over problems: responses to one problem are not independent.
 
-KEY = ("task", "problem", "sample", "version")  # version: of all the settings
+KEY = ("task", "problem", "sample", "version")  # version: a hash of weights, settings and golds
 
 
 def pass_at_k(n, c, k):
     """Probability that one of k responses is right, from n of which c are (arrays): the unbiased
     1 - C(n-c, k) / C(n, k) (Chen et al., 2021). NaN where n < k."""
-    return 1 - math.prod((n - c - i).clip(0) / (n - i) for i in range(k))
+    return 1 - math.prod((n - c - i) / (n - i) for i in range(k))
 
 
 def paired_bootstrap(differences, draws=10_000):
@@ -236,13 +229,16 @@ def report(folder, settings, tasks):
 def choose_preset(o, config):
     """(sampling, instruction, thinking). A checkpoint of ours is asked as it was in training."""
     path = Path(o.model).parent / "config.json"
-    run, name = json.loads(path.read_text()) if path.is_file() else {}, o.preset
-    if name == "auto":
-        name = config.model_type + "-non-thinking" * (not run.get("enable_thinking", True))
+    run = json.loads(path.read_text()) if path.is_file() else {}
+    family = config.model_type
+    if family == "qwen3" and not run.get("enable_thinking", True):
+        family = "qwen3-non-thinking"
+    name = family if o.preset == "auto" else o.preset
     sampling, instruction, thinking = PRESETS.get(name, PRESETS["other"])
-    max_tokens = min(o.max_tokens or sampling.max_tokens, config.max_position_embeddings)
-    temperature = o.temperature or sampling.temperature
-    sampling = replace(sampling, max_tokens=max_tokens, temperature=temperature)
+    sampling = replace(
+        sampling, temperature=o.temperature or sampling.temperature,
+        max_tokens=min(o.max_tokens or sampling.max_tokens, config.max_position_embeddings),
+    )  # fmt: skip
     return sampling, run.get("instruction", instruction), thinking
 
 
@@ -306,8 +302,8 @@ def evaluate(o):
         report(file.parent, [o, sampling, *style], tasks)
 
 
-# ----------------------------------------------------------------------------------------
-# 4. Comparisons: benchmarks are paired by problem, so that difficulty cancels, trainings by seed.
+# ---------- 4. Comparisons: benchmarks are paired by problem, so that difficulty cancels, trainings
+# by seed.
 
 COLORS = {"sequence": "#0072B2", "token": "#D55E00", "balanced": "#009E73"}  # Okabe-Ito
 
@@ -324,8 +320,6 @@ def read_run(folder):
         "rule": config["aggregation"], "name": str(folder), "seed": config["seed"], "curve": curve,
         "initial": curve.get(0), "best": curve.max(), "last": curve.iloc[-1],
         "mean": np.trapezoid(curve, curve.index) / np.ptp(curve.index),
-        "length": log.length.mean(), "length gap": log.length_gap.mean(),
-        "|net advantage|": log.net_advantage.abs().mean(),
     }]  # fmt: skip
 
 

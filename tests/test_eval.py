@@ -68,10 +68,12 @@ def test_repeated_rows_count_once_and_a_sentence_says_so(tmp_path, capsys):
     assert "30 different problems in 960 rows (expected: 30)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gold", ["", None, [[1]], {"a": 1}, float("nan"), []])
-def test_a_row_without_a_usable_gold_is_named_in_one_sentence(gold, tmp_path, mistake):
-    rows = [{"problem": "p", "answer": answer} for answer in ("1", gold)]
-    path = write_jsonl(tmp_path / "own.jsonl", rows)
+UNUSABLE = [{"problem": "p", "answer": x} for x in ("", None, [[1]], {"a": 1}, float("nan"), [])]
+
+
+@pytest.mark.parametrize("row", [{"problem": " ", "answer": "1"}, *UNUSABLE])
+def test_a_row_without_a_problem_or_usable_gold_is_named_in_one_sentence(row, tmp_path, mistake):
+    path = write_jsonl(tmp_path / "own.jsonl", [{"problem": "p", "answer": "1"}, row])
     assert "own.jsonl, row 2: " in mistake(load, str(path), "")
 
 
@@ -217,7 +219,7 @@ def test_a_summary_is_right_on_a_hand_worked_example():
     })  # fmt: skip
 
 
-def test_sandbox_errors_are_neither_right_nor_wrong_and_beyond_1_percent_there_is_no_score():
+def test_sandbox_errors_are_neither_right_nor_wrong_and_beyond_1_percent_are_no_score(tmp_path):
     rows = [sample(i % 50, i // 50, 1) for i in range(200)]
     rows[:2] = [sample(i, 0, 0, "sandbox_error") for i in range(2)]
     few = evaluation.summarise(rows)
@@ -225,6 +227,8 @@ def test_sandbox_errors_are_neither_right_nor_wrong_and_beyond_1_percent_there_i
     many = evaluation.summarise([*rows, *rows[:1]])
     assert np.isnan([many["avg@k"], many["s.e."], many["pass@1"]]).all()
     assert many["per_problem"] == {}
+    evaluation.report(tmp_path, "", {"few": rows, "many": [*rows, *rows[:1]]})
+    assert "average of avg@k: nan" in (tmp_path / "results.md").read_text()
 
 
 # Command line and presets
@@ -267,8 +271,7 @@ def make_results(folder, scores, place="eval"):
 
 def make_run(folder, rule, accuracies, seed=0, world="rambler"):
     """A training run of 20 steps, evaluated before every fifth and after the last."""
-    steps = [{"step": i, "eval_step": None, "eval_accuracy": None, "net_advantage": -0.3,
-              "length": 50.0, "length_gap": None if i == 3 else 7.0} for i in range(1, 21)]  # fmt: skip
+    steps = [{"step": i, "eval_step": None, "eval_accuracy": None} for i in range(1, 21)]
     for i, accuracy in zip((0, 5, 10, 15, 20), accuracies):
         steps[min(i, 19)] |= {"eval_step": i, "eval_accuracy": accuracy}
     write_jsonl(folder / "metrics.jsonl", steps)
@@ -314,9 +317,12 @@ def test_the_table_of_trainings_holds_means_over_seeds_and_the_paired_lead(tmp_p
     token, balanced = ([0.1, *[0.4] * 4], [0.1, *[0.6] * 4]), ([0.5625] * 5, [0.6375] * 5)
     runs = [make_run(tmp_path / f"t{i}", "token", token[i], i) for i in (0, 1)]
     runs += [make_run(tmp_path / f"b{i}", "balanced", balanced[i], i) for i in (1, 0)]
+    rules = "token", "balanced"  # in another world, even
+    runs += [make_run(tmp_path / f"g-{x}", x, [0.9] * 5, 0, "guesser") for x in rules]
     table = compare(*runs)
-    assert " token 0.100 0.500 0.500 0.450 50.000 7.000 0.300 0.150 0.050 2 of 2 " in table
+    assert " token 0.100 0.500 0.500 0.450 0.150 0.050 2 of 2 " in table
     assert " balanced 0.600 0.600 0.600 0.600 " in table
+    assert " token 0.900 0.900 0.900 0.900 0.000 - 0 of 1 " in table
 
 
 def test_runs_of_one_rule_and_seed_are_lines_of_their_own(tmp_path, compare):
@@ -329,8 +335,8 @@ def test_worlds_and_benchmarks_are_panels_in_the_same_colours(tmp_path, compare,
     figures, save = [], evaluation.Figure.savefig
     monkeypatch.setattr(evaluation.Figure, "savefig", lambda *x: (figures.append(x[0]), save(*x)))
     runs = [
-        make_run(tmp_path / f"{world}{seed}-{rule}", rule, [0.1, x, x, 0.9, x], seed, world)
-        for world, seed in itertools.product(("rambler", "guesser"), range(2))
+        make_run(tmp_path / f"{world}{i}-{rule}", rule, [0.1, x + i / 9, x, 0.9, x], i, world)
+        for world, i in itertools.product(("rambler", "guesser"), range(2))
         for rule, x in (("sequence", 0.3), ("token", 0.6), ("balanced", 0.8))
     ]
     for run in runs[:3]:
@@ -341,6 +347,9 @@ def test_worlds_and_benchmarks_are_panels_in_the_same_colours(tmp_path, compare,
     assert "average" in compare(*runs, tmp_path / "compare.png")
     for left, right in ((0, 0.3), (0.34, 0.65), (0.7, 1)):
         assert colored(tmp_path / "compare.png", left, right) == set(evaluation.COLORS)
+    lines = [line.get_ydata()[1] for line in figures[0].axes[0].lines[:3]]  # two seeds, their mean
+    assert lines == pytest.approx([0.3, 0.3 + 1 / 9, 0.3 + 0.5 / 9])
+    assert len(figures[0].axes[2].collections) == 3  # error bars
     legends = [axes.get_legend_handles_labels()[1] for axes in figures[0].axes]
     assert legends[0] == legends[1]
     assert legends[0][0] == "sequence: best 0.90, last 0.30"

@@ -75,7 +75,7 @@ def test_only_samples_of_the_same_weights_settings_and_golds_are_reused(whole, c
 
     def ask(flags=""):
         with pytest.raises(KeyboardInterrupt):
-            evaluate(copy, flags)
+            evaluate(copy, f"--batch_size 99 {flags}")
         return asked[-1]
 
     def generate(self, prompts, *_):
@@ -89,6 +89,13 @@ def test_only_samples_of_the_same_weights_settings_and_golds_are_reused(whole, c
     trained = shutil.copytree(TOY, copy / "trained", copy_function=shutil.copyfile)
     assert ask(f"--model {trained}") == ask("--temperature 0.5") == ask("--max_tokens 30") == 48
     assert ask("--samples 6") == 24  # they are only added
+    write_jsonl(copy / "aime24.jsonl", [{"problem": "p", "answer": "1"}])
+    assert ask(f"--benchmarks aime24 --data {copy} --samples 0") == 32
+    vllm = SimpleNamespace(generate=lambda *x: generate(None, *x))
+    monkeypatch.setattr(grpo_ba, "VLLMEngine", lambda *_: vllm)
+    assert ask("--engine vllm") == 48
+    (copy / "config.json").write_text('{"instruction": "suffix"}')  # of the training
+    assert ask(f"--model {moved}") == 48
     change = lambda problems: [problems[0] | {"answer": ["9"]}, *problems[1:]]
     monkeypatch.setattr(evaluation, "load_problems", lambda *args: change(real(*args)))
     assert ask() == 4
