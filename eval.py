@@ -86,7 +86,7 @@ def parse(argv=None):
             fail(f"--benchmarks {name}: choose from {', '.join(BENCHMARKS)}, or a .jsonl file")
     for name, value in vars(o).items():
         least = 1 if name == "batch_size" else 0
-        if type(value) in (int, float) and not value >= least:  # NaN neither
+        if type(value) in (int, float) and not value >= least:
             fail(f"--{name} {value}: must be at least {least}")
     return o
 
@@ -174,14 +174,14 @@ def load_problems(name, o):
         except Exception as error:  # noqa: BLE001 - hostile rows
             fail(f"{name}, row {number}: cannot be used ({error!r:.300})")
     print0(f"{name}: {len(problems)} different problems in {len(rows)} rows (expected: {expected})")
-    return list(problems.values()) or fail(f"{name}: no problem (in --lcb_start to --lcb_end)")
+    return list(problems.values()) or fail(f"{name}: no rows (LiveCodeBench: see --lcb_start)")
 
 
 # ---------- 3. Sampling and scores. A response depends on weights, settings, prompt and its own seed
 # (on a GPU, a little on the batch), so a killed run can go on, and ranks do not change the table.
 # Standard errors are over problems: responses to one problem are not independent.
 
-KEY = ("task", "problem", "sample", "version")  # version: a hash of weights, settings and golds
+KEY = ("task", "problem", "sample", "version")  # version: hash of the settings
 
 
 def pass_at_k(n, c, k):
@@ -235,10 +235,9 @@ def choose_preset(o, config):
         family = "qwen3-non-thinking"
     name = family if o.preset == "auto" else o.preset
     sampling, instruction, thinking = PRESETS.get(name, PRESETS["other"])
-    sampling = replace(
-        sampling, temperature=o.temperature or sampling.temperature,
-        max_tokens=min(o.max_tokens or sampling.max_tokens, config.max_position_embeddings),
-    )  # fmt: skip
+    length = min(o.max_tokens or sampling.max_tokens, config.max_position_embeddings)
+    temperature = o.temperature or sampling.temperature
+    sampling = replace(sampling, max_tokens=length, temperature=temperature)
     return sampling, run.get("instruction", instruction), thinking
 
 
@@ -310,11 +309,11 @@ COLORS = {"sequence": "#0072B2", "token": "#D55E00", "balanced": "#009E73"}  # O
 
 def read_run(folder):
     """[a training run's figures and curve], or [] without a held-out accuracy."""
-    log = pd.DataFrame(ba.read_jsonl(folder / "metrics.jsonl"), dtype=float)
-    if log.empty or log.eval_accuracy.isna().all():
+    log = [m for m in ba.read_jsonl(folder / "metrics.jsonl") if m["eval_step"] is not None]
+    if not log:
         return []
     config = json.loads((folder / "config.json").read_text())
-    curve = log.groupby("eval_step").eval_accuracy.last()
+    curve = pd.Series({m["eval_step"]: m["eval_accuracy"] for m in log})
     return [{
         "world": f"{Path(config['model']).name} on {Path(config['train_data']).stem}",
         "rule": config["aggregation"], "name": str(folder), "seed": config["seed"], "curve": curve,

@@ -299,15 +299,15 @@ def colored(path, left, right):
 
 
 def test_comparison_pairs_the_problems_that_all_runs_have(tmp_path, compare):
-    easy, hard = [100.0, 75.0, 50.0, 100.0] * 10, [25.0, 0.0, 50.0, 25.0] * 10
+    easy, hard = [100.0, 75.0, 50.0, 100.0] * 10, [25.0, 0.0, 50.0, 25.0] * 5
     a = make_results(tmp_path / "sequence", {"math500": [*easy, 0.0], "aime24": hard, "x": []})
     better = {"math500": easy, "aime24": [x + 25 for x in hard], "aime25": [1.0]}
     b = make_results(tmp_path / "balanced", better, "checkpoint/eval")
     table = compare(a, b)
     assert f"problems {a} {b} {b} - {a} " in table
     assert "math500 40 81.2 81.2 +0.0 [+0.0, +0.0] " in table  # difficulty cancels
-    assert "aime24 40 25.0 50.0 +25.0 [+25.0, +25.0] " in table
-    assert "average 80 53.1 65.6 +12.5 [+12.5, +12.5] " in table
+    assert "aime24 20 25.0 50.0 +25.0 [+25.0, +25.0] " in table
+    assert "average 60 53.1 65.6 +12.5 [+12.5, +12.5] " in table
     assert "aime25" not in table
     assert colored(tmp_path / "compare.png", 0, 1) == {"sequence", "balanced"}
 
