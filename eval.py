@@ -16,7 +16,7 @@ import math
 import os
 import re
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import grpo_ba as ba
-from grpo_ba import RANK, WORLD, Sampling, arg, print0
+from grpo_ba import RANK, WORLD, arg, print0
 from verify import Verifier, fail, gold_texts, parse_tests, require_sandbox
 
 # ---------- 1. Benchmarks and settings. The revisions are those that public evaluations use.
@@ -46,11 +46,11 @@ BENCHMARKS = {  # hub id[:config], revision, rows
 }
 LCB_ROWS = {f"release_v{i}": n for i, n in enumerate((400, 511, 612, 713, 880, 1055), 1)}
 PRESETS = {  # sampling, boxed instruction, thinking: as the model cards want it
-    "qwen3": (Sampling(32768, 0.6, 0.95, 20), "suffix", True),
-    "qwen3-non-thinking": (Sampling(32768, 0.7, 0.8, 20), "suffix", False),
-    "qwen2": (Sampling(32768, 0.6, 0.95), "system", False),
-    "other": (Sampling(32768, 0.6, 0.95), "suffix", False),
-    "toy": (Sampling(200), "none", False),
+    "qwen3": ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, "suffix", True),
+    "qwen3-non-thinking": ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "suffix", False),
+    "qwen2": ({"temperature": 0.6, "top_p": 0.95}, "system", False),
+    "other": ({"temperature": 0.6, "top_p": 0.95}, "suffix", False),
+    "toy": ({"temperature": 1.0, "max_tokens": 200}, "none", False),
 }
 # fmt: on
 
@@ -208,7 +208,7 @@ def summarise(rows):
     return {
         "problems": rows.problem.nunique(), "k": k, "avg@k": scores.mean(), "s.e.": scores.sem(),
         **{f"pass@{i}": 100 * pass_at_k(n, c, i).mean() for i in (1, 2, 4, 8, 16, 32) if i <= k},
-        "tokens": rows.tokens.mean(), "truncated": 100 * (rows.finish_reason == "length").mean(),
+        "tokens": rows.tokens.mean(), "truncated": 100 * rows.truncated.mean(),
         "no answer": 100 * (rows.reason == "no_answer").mean(),
         "sandbox errors": 100 * errors.mean(), "per_problem": scores.to_dict(),
     }  # fmt: skip
@@ -235,9 +235,9 @@ def choose_preset(o, config):
         family = "qwen3-non-thinking"
     name = family if o.preset == "auto" else o.preset
     sampling, instruction, thinking = PRESETS.get(name, PRESETS["other"])
-    length = min(o.max_tokens or sampling.max_tokens, config.max_position_embeddings)
-    temperature = o.temperature or sampling.temperature
-    sampling = replace(sampling, max_tokens=length, temperature=temperature)
+    limit = o.max_tokens or sampling.get("max_tokens", 32768)
+    sampling = sampling | {"max_tokens": min(limit, config.max_position_embeddings)}
+    sampling["temperature"] = o.temperature or sampling["temperature"]
     return sampling, run.get("instruction", instruction), thinking
 
 
@@ -270,10 +270,10 @@ def evaluate(o):
     if missing:
         stop_ids = ba.stop_token_ids(tokenizer)
         if o.engine == "vllm":  # no trainer beside it
-            longest = min(sampling.max_tokens + 8192, config.max_position_embeddings)
+            longest = min(sampling["max_tokens"] + 8192, config.max_position_embeddings)
             engine = ba.VLLMEngine(o.model, stop_ids, longest, 0.9)
         else:
-            engine = ba.TransformersEngine(ba.load_policy(o.model, device), stop_ids, o.batch_size)
+            engine = ba.TransformersEngine(ba.load_policy(o.model, device), stop_ids)
         if RANK == 0 and file.exists():  # a torn line would swallow the next
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
     step = o.batch_size * WORLD
@@ -283,13 +283,14 @@ def evaluate(o):
             problems = [wanted[key] for key in keys]
             if keys:  # else others do the rest
                 seeds = [ba.sample_seed(*key[:3]) for key in keys]
-                responses = engine.generate([p["prompt_ids"] for p in problems], 1, sampling, seeds)
+                prompts = [p["prompt_ids"] for p in problems]
+                responses = engine.generate(prompts, 1, seeds, **sampling)
                 texts = [ba.response_text(tokenizer, response) for response in responses]
                 ready = [p | {"tests": p["tests"]()} if "tests" in p else p for p in problems]
                 verdicts = verifier.score(texts, ready)
                 rows = [
                     dict(zip(KEY, key)) | {"answer": p["answer"], "response": text} | asdict(v)
-                    | {"tokens": len(r.ids), "finish_reason": r.finish_reason}
+                    | {"tokens": len(r.ids), "truncated": r.ids[-1] not in stop_ids}
                     for key, p, r, text, v in zip(keys, problems, responses, texts, verdicts)
                 ]  # fmt: skip
             rows = ba.all_ranks(rows)

@@ -29,7 +29,7 @@ def backward(tokens, chunked):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden, head = torch.randn(1, tokens + 1, H).requires_grad_(), torch.nn.Linear(H, V, bias=False)
-    response = Response(torch.zeros(1).long(), torch.randint(V, (tokens,)), torch.zeros(tokens), "")
+    response = Response(torch.zeros(1).long(), torch.randint(V, (tokens,)), torch.zeros(tokens))
     model = SimpleNamespace(
         device=torch.device("cpu"), get_output_embeddings=lambda: head,
         base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),

@@ -90,7 +90,8 @@ def load_planned(config, middle, stop_ids):
         if not kwargs.get("use_cache"):
             return  # trained on, not sampled
         logits = output.logits[:, -1]  # of token t of each response
-        t = 0 if kwargs["input_ids"].shape[1] > 1 else t + 1
+        ids = args[0] if args else kwargs["input_ids"]
+        t = 0 if ids.shape[1] > 1 else t + 1
         logits[:, stop_ids] = -math.inf
         if t == 1:  # at t = 0 ours has a row for each prompt only
             own = lengths.roll(-served)[: len(logits)]
@@ -195,8 +196,9 @@ def measure(work, folder, middle, fields, directory):
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # the clock of grpo_ba.train and of TRL
     append_jsonl("problems.jsonl", PROBLEMS)
-    same = {"train_data": "problems.jsonl", "instruction": "none", "lr": 1e-9}
-    config = grpo_ba.Config(model=folder, **same, **fields)
+    same = {"train_data": "problems.jsonl", "eval_data": "", "instruction": "none", "lr": 1e-9,
+            "minibatches": 1, "micro_batch_tokens": 4096, "gradient_checkpointing": False}  # fmt: skip
+    config = grpo_ba.Config(model=folder, **same | fields)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     steps = work(config, middle, tokenizer, grpo_ba.stop_token_ids(tokenizer))

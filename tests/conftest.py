@@ -49,8 +49,7 @@ def make_responses():
                 if stops:
                     ids[-1] = 0
                 logprobs = -3 * torch.rand(length, generator=rng)
-                reason = "stop" if stops else "length"
-                responses.append(grpo_ba.Response(prompt, ids, logprobs, reason))
+                responses.append(grpo_ba.Response(prompt, ids, logprobs))
         return responses
 
     return make

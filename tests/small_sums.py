@@ -46,6 +46,7 @@ def main():
         f"python grpo_ba.py --name small-sums --model {options.model} --instruction none "
         "--train_data runs/small-sums-train.jsonl --eval_data runs/small-sums-eval.jsonl "
         "--max_prompt_tokens 256 --max_response_tokens 24 --micro_batch_tokens 1024 "
+        "--prompts_per_step 8 --minibatches 1 --gradient_checkpointing no "
         "--steps 30 --eval_every 10 --lr 1e-5"
     )
 

@@ -20,7 +20,9 @@ def own_cache(tmp_path, monkeypatch):
 
 def write_rows(path, rows):
     if path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
+        path.parent.joinpath("folder").mkdir()
+        datasets.Dataset.from_list(rows).to_parquet(path.parent / "folder/train.parquet")
+        return str(path.parent / "folder")
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -52,8 +54,8 @@ def test_each_text_is_kept_once_and_conflicts_not_at_all(kind, names, tmp_path, 
         {"problem": "What is 7 - 10?", "answer": ["-3"]},
     ]
     out = capsys.readouterr().out
-    assert "7 rows, 2 problems" in out
-    assert "2 without a verifiable answer" in out and "3 repeated or in conflict" in out
+    assert "2 problems of 7 rows" in out
+    assert "'without a verifiable answer': 2, 'repeated or in conflict': 3" in out
 
 
 ESSAY = "Suppose not; then there is a smallest one, and half of it is smaller still, so none is."
@@ -72,7 +74,7 @@ def test_golds_are_texts_integers_finite_numbers_or_flat_lists_of_these(tmp_path
     rows = [{"problem": repr(gold), "answer": gold} for gold in golds]
     problems = load_problems(write_rows(tmp_path / "golds.jsonl", rows))
     assert [(p["problem"], p["answer"]) for p in problems] == [(repr(g), t) for g, t in GOLDS]
-    assert f"{len(NOT_GOLDS)} without a verifiable answer" in capsys.readouterr().out
+    assert f"'without a verifiable answer': {len(NOT_GOLDS)}" in capsys.readouterr().out
 
 
 def test_a_parquet_column_of_numbers_with_a_gap_holds_integers_still(tmp_path):
@@ -177,7 +179,7 @@ def test_all_evaluation_sets_are_kept_out_and_the_first_is_evaluated(
     assert len(held_out) == 3 and {p["problem"] for p in held_out} < set("bvwxyz")
     assert [p["problem"] for p in held_out] != ["b", "v", "w"]  # of all the file, not of its start
     assert load_task(config, ascii_tokenizer(PLAIN))[1] == held_out  # the same in a resumed run
-    assert "3 in an evaluation set" in capsys.readouterr().out
+    assert "'in an evaluation set': 3" in capsys.readouterr().out
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, capsys, ascii_tokenizer):
@@ -185,7 +187,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, capsys, ascii_tokenizer)
     config = grpo_ba.Config(train_data=x, eval_data=y, max_prompt_tokens=10, instruction="none")
     for problems in load_task(config, ascii_tokenizer(PLAIN)):
         assert sorted(len(p["prompt_ids"]) for p in problems) == [9, 10]
-    assert capsys.readouterr().out.count("2 prompts of over 10 tokens dropped") == 2
+    assert capsys.readouterr().out.count("prompts: 2 to train on, 2 to evaluate") == 1
 
 
 def test_code_gets_no_boxed_instruction_and_needs_a_sandbox(tmp_path, ascii_tokenizer, monkeypatch):
@@ -194,7 +196,9 @@ def test_code_gets_no_boxed_instruction_and_needs_a_sandbox(tmp_path, ascii_toke
     rows = [{"problem": "1?", "answer": "1"}, {"problem": "Add one.", "tests": [{"input": "1"}]}]
     for count, unsafe in ((1, False), (2, True)):
         data = write_rows(tmp_path / f"{count}.jsonl", rows[:count])
-        problems, _ = load_task(grpo_ba.Config(train_data=data, unsafe_code=unsafe), tokenizer)
+        problems, _ = load_task(
+            grpo_ba.Config(train_data=data, eval_data="", unsafe_code=unsafe), tokenizer
+        )
         texts = [tokenizer.decode(p["prompt_ids"]) for p in problems]
         assert texts == [f"1?\n{BOXED}", "Add one."][:count]
     assert asked == [True]  # for the file with code alone

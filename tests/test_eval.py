@@ -203,14 +203,14 @@ def test_the_paired_bootstrap_covers_the_truth_and_weighs_benchmarks_the_same():
 
 def sample(problem, i, reward, reason=""):
     row = {"problem": str(problem), "sample": i, "reward": reward, "tokens": 10}
-    return row | {"reason": reason or ("wrong", "correct")[reward], "finish_reason": "stop"}
+    return row | {"reason": reason or ("wrong", "correct")[reward], "truncated": False}
 
 
 def test_a_summary_is_right_on_a_hand_worked_example():
     """Clustered by problem: means 0.75 and 0.25, so s.e. 0.3536 / sqrt 2, and not 0.18."""
     rows = [sample(i // 4, i % 4, reward) for i, reward in enumerate((1, 1, 1, 0, 1, 0, 0, 0))]
     rows[6] |= {"reason": "no_answer"}
-    rows[7] |= {"tokens": 90, "finish_reason": "length"}
+    rows[7] |= {"tokens": 90, "truncated": True}
     summary = evaluation.summarise(rows)
     assert summary.pop("per_problem") == {"0": 75, "1": 25}
     assert summary == pytest.approx({
@@ -257,7 +257,8 @@ def test_a_family_is_asked_as_its_card_says(family, context, flags, trained, exp
     config = SimpleNamespace(model_type=family, max_position_embeddings=context)
     o = evaluation.parse(["--model", str(tmp_path / "checkpoint"), *flags.split()])
     s, instruction, thinking = evaluation.choose_preset(o, config)
-    assert (s.max_tokens, s.temperature, s.top_p, s.top_k, instruction, thinking) == expected
+    asked = s["max_tokens"], s["temperature"], s["top_p"], s.get("top_k", -1)
+    assert (*asked, instruction, thinking) == expected
 
 
 # Comparison

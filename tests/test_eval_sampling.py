@@ -78,7 +78,7 @@ def test_only_samples_of_the_same_weights_settings_and_golds_are_reused(whole, c
             evaluate(copy, f"--batch_size 99 {flags}")
         return asked[-1]
 
-    def generate(self, prompts, *_):
+    def generate(self, prompts, *_, **sampling):
         asked.append(len(prompts))
         raise KeyboardInterrupt
 
@@ -91,7 +91,7 @@ def test_only_samples_of_the_same_weights_settings_and_golds_are_reused(whole, c
     assert ask("--samples 6") == 24  # they are only added
     write_jsonl(copy / "aime24.jsonl", [{"problem": "p", "answer": "1"}])
     assert ask(f"--benchmarks aime24 --data {copy} --samples 0") == 32
-    vllm = SimpleNamespace(generate=lambda *x: generate(None, *x))
+    vllm = SimpleNamespace(generate=lambda *x, **sampling: generate(None, *x))
     monkeypatch.setattr(grpo_ba, "VLLMEngine", lambda *_: vllm)
     assert ask("--engine vllm") == 48
     (copy / "config.json").write_text('{"instruction": "suffix"}')  # of the training
@@ -138,12 +138,12 @@ class Programmer:
     apply_chat_template = lambda self, messages, **_: list(messages[1]["content"].encode())
     decode = lambda self, ids, **_: bytes(ids.tolist()).decode()
 
-    def generate(self, prompts, n, sampling, seeds):
+    def generate(self, prompts, n, seeds, **sampling):
         assert all(bytes(prompt).startswith(b"### Question:\nsolve") for prompt in prompts)
         answers = "print(int(input())**2)", "print(0)", "while True: pass"
         texts = [*(f"```python\n{answer}\n```" for answer in answers), "I give up"]
         ids = [torch.tensor(list(texts[i % 4].encode())) for i in range(len(prompts))]
-        return [grpo_ba.Response(torch.tensor([0]), x, x.float(), "stop") for x in ids]
+        return [grpo_ba.Response(torch.tensor([0]), x, x.float()) for x in ids]
 
 
 def test_livecodebench_programs_are_sampled_and_run(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def tracked_peak(monkeypatch, model_config, tokens, chunk, checkpointing=False):
         ids, tracker = torch.zeros(tokens // 4, dtype=torch.long), MemTracker()
         tracker.track_external(model)
         with tracker:
-            rows = [grpo_ba.Response(ids[:1], ids, None, "")] * 4
+            rows = [grpo_ba.Response(ids[:1], ids, None)] * 4
             grpo_ba.response_logprobs(model, rows, 1.0, chunk).sum().backward()
     peak = sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
     return peak - 8 * sum(p.numel() for p in model.parameters())

@@ -227,8 +227,8 @@ A = ba.group_advantages(REWARDS)
 
 def update_config(**changes):
     """No gradient clipping and no importance correction, unless a test asks for them."""
-    settings = {"prompts_per_step": 3, "tis_cap": 0.0, "max_grad_norm": 1e30, "temperature": 0.7}
-    return ba.Config(**settings | changes)
+    settings = {"prompts_per_step": 3, "minibatches": 1, "tis_cap": 0.0, "max_grad_norm": 1e30}
+    return ba.Config(**settings | {"temperature": 0.7} | changes)
 
 
 def logprobs_alone(model, response):
@@ -340,8 +340,8 @@ def test_a_norm_that_is_not_finite_skips_the_step_and_is_counted(tiny_qwen3, mak
 def test_eos_is_trained_also_where_it_is_the_padding_token(tiny_qwen3, rule):
     """The right response stops, the wrong one does not; EOS = 0 also pads the shorter row."""
     model, prompt, a = tiny_qwen3(), torch.tensor([4, 7, 2]), torch.tensor([[1.0, -1.0]])
-    right = ba.Response(prompt, torch.tensor([3, 0]), torch.zeros(2), "stop")
-    wrong = ba.Response(prompt, torch.tensor([3, 5, 6]), torch.zeros(3), "length")
+    right = ba.Response(prompt, torch.tensor([3, 0]), torch.zeros(2))
+    wrong = ba.Response(prompt, torch.tensor([3, 5, 6]), torch.zeros(3))
     before, lengths = logprobs_alone(model, right), torch.tensor([[2, 3]])
     weights, config = ba.token_weights(rule, a, lengths), update_config(prompts_per_step=1)
     ba.update(model, torch.optim.SGD(model.parameters(), 0.05), [right, wrong], a, weights, config)
@@ -423,10 +423,10 @@ def test_trl_computes_the_same_advantages_and_gradient(
 PROMPTS = [[4, 7, 2], [3], [9, 1, 1, 6, 5], [8, 2]]
 
 
-def sample(model, prompts=PROMPTS, n=4, rows=256, stops=(0,), seeds=None, **settings):
+def sample(model, prompts=PROMPTS, n=4, stops=(0,), seeds=None, **settings):
     seeds = seeds or [ba.sample_seed(0, i, g) for i in range(len(prompts)) for g in range(n)]
-    sampling = ba.Sampling(**{"max_tokens": 12, "temperature": 0.7} | settings)
-    return ba.TransformersEngine(model, list(stops), rows).generate(prompts, n, sampling, seeds)
+    settings = {"max_tokens": 12, "temperature": 0.7} | settings
+    return ba.TransformersEngine(model, list(stops)).generate(prompts, n, seeds, **settings)
 
 
 def test_sampled_logprobs_equal_a_fresh_forward_pass_and_the_trainers(tiny_qwen3):
@@ -442,10 +442,11 @@ def test_sampled_logprobs_equal_a_fresh_forward_pass_and_the_trainers(tiny_qwen3
 
 
 def test_a_response_depends_on_its_seed_and_not_on_its_neighbours_in_the_batch(tiny_qwen3):
-    model = tiny_qwen3()
-    together = sample(model)
-    for rows in (1, 8):
-        for one, other in zip(together, sample(model, rows=rows), strict=True):
+    model, config = tiny_qwen3(), ba.Config(max_response_tokens=12, temperature=0.7)
+    together, problems = sample(model), [{"prompt_ids": prompt} for prompt in PROMPTS]
+    for rows in (1, 8, 256):  # at a time
+        responses = ba.rollout(ba.TransformersEngine(model, [0], rows), problems, 4, config)
+        for one, other in zip(together, responses, strict=True):
             assert torch.equal(one.ids, other.ids)
     for i, prompt in enumerate(PROMPTS):
         [alone] = sample(model, [prompt], n=1, seeds=[ba.sample_seed(0, i, 2)])
@@ -454,14 +455,12 @@ def test_a_response_depends_on_its_seed_and_not_on_its_neighbours_in_the_batch(t
     assert len({tuple(r.ids.tolist()) for r in sample(model, n=2, seeds=[7] * 8)[:2]}) == 1
 
 
-def test_the_finish_reason_tells_a_stop_in_the_last_place_from_a_cut(tiny_qwen3):
+def test_a_response_ends_at_its_first_stop_token_or_is_cut(tiny_qwen3):
     seen = set()
     for r in sample(tiny_qwen3(), n=64, stops=(0, 3), max_tokens=4):
-        stopped = r.ids[-1].item() in (0, 3)
-        assert r.finish_reason == ("stop" if stopped else "length")
         assert not torch.isin(r.ids[:-1], torch.tensor([0, 3])).any()
-        seen.add((len(r.ids) == 4, r.finish_reason))
-    assert seen == {(True, "stop"), (True, "length"), (False, "stop")}
+        seen.add((len(r.ids) == 4, r.ids[-1].item() in (0, 3)))
+    assert seen == {(True, True), (True, False), (False, True)}
 
 
 def test_every_stop_token_of_a_tokenizer_ends_a_response():
@@ -493,7 +492,7 @@ def test_filters_keep_the_tokens_that_their_definition_keeps(tiny_qwen3, top_k, 
 def test_samples_follow_the_policy(tiny_qwen3):
     """Chi-square over the 36 pairs of first and second token, 35 degrees of freedom."""
     model, n = tiny_qwen3(vocab=6), 6000
-    responses = sample(model, [[4, 2]], n=n, stops=(99,), max_tokens=2, rows=n)
+    responses = sample(model, [[4, 2]], n=n, stops=(99,), max_tokens=2)
     pairs = torch.stack([r.ids for r in responses])
     counts = torch.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36).view(6, 6)
     logits = model(torch.tensor([[4, 2, i] for i in range(6)])).logits[:, 1:]
@@ -514,7 +513,7 @@ def test_the_scorer_reads_whether_the_prompt_opened_a_think_block(ascii_tokenize
     prompts = ["1?\n<think>\n", "1?\n<think>", "2?<think>\n\n</think>\n\n", "What is <think>?"]
     ids = torch.tensor(tokenizer("so 5<eos>").input_ids)
     prompts = map(torch.tensor, tokenizer(prompts).input_ids)
-    responses = [ba.Response(prompt, ids, None, "stop") for prompt in prompts]
+    responses = [ba.Response(prompt, ids, None) for prompt in prompts]
     rewards, texts = ba.score(SimpleNamespace(score=score), tokenizer, responses, ["p", "q"])
     assert texts == ["<think>so 5", "<think>so 5", "so 5", "so 5"]
     assert rewards[0, 1].isnan() and rewards.nan_to_num(9).tolist() == [[1, 9], [0, 1]]

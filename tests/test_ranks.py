@@ -18,7 +18,7 @@ from verify import Verdict
 ROOT = Path(__file__).resolve().parents[1]
 # One held-out problem: the second rank has none to evaluate.
 FLAGS = """--preset toy --eval_data=one.jsonl --prompts_per_step 4 --group_size 4 --steps 3 --lr 1e-3
-    --temperature 1.5 --max_response_tokens 24 --lr_warmup_steps 2 --save_every 9 --eval_every 2 """
+    --temperature 1.5 --max_response_tokens 24 --save_every 9 --eval_every 2 """
 
 
 class Scorer:

@@ -61,7 +61,7 @@ def test_trl_trains_with_the_balanced_rule(tiny_qwen3, tmp_path):
     batch = seen["batch"]
     keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     responses = [
-        ba.Response(prompt_ids[prompt_mask.bool()], ids[mask.bool()], None, "stop")
+        ba.Response(prompt_ids[prompt_mask.bool()], ids[mask.bool()], None)
         for prompt_ids, prompt_mask, ids, mask in zip(*(batch[key] for key in keys))
     ]
     lengths = torch.tensor([len(r.ids) for r in responses]).view(P, G)

@@ -52,7 +52,7 @@ def test_stored_policies_start_with_the_promised_accuracy_and_styles(world):
     rows = read(world, "eval.jsonl")[:64]
     prompts = [grpo_ba.encode_prompt(tokenizer, row["problem"], "none") for row in rows]
     engine = grpo_ba.TransformersEngine(model, grpo_ba.stop_token_ids(tokenizer))
-    responses = engine.generate(prompts, 4, grpo_ba.Sampling(200), list(range(256)))
+    responses = engine.generate(prompts, 4, list(range(256)), 200, 1.0)
     texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
     shares = {style: n / 256 for style, n in Counter(map(make_toy.style_of, texts)).items()}
     promised = {name: style.share for name, style in make_toy.STYLES[world].items()}

@@ -85,7 +85,7 @@ def assert_same_run(*runs):
     for run in runs:
         lines = [*read_lines(run / "metrics.jsonl"), *read_lines(run / "samples.jsonl")]
         logs.append([{k: line[k] for k in line if "seconds" not in k} for line in lines])
-        assert not [*run.glob("*.tmp"), *run.glob("checkpoint.*")]
+        assert not [*run.glob("*.tmp")] and len([*run.glob("checkpoint-*")]) <= 2
     assert logs[0] == logs[1]
     assert_equal(*(read_weights(run / "checkpoint") for run in runs))
     assert_equal(*(torch.load(run / "checkpoint/trainer.pt") for run in runs))
@@ -104,7 +104,7 @@ def test_the_toy_learns_under_each_rule(workspace, rule):
 
 
 def test_a_reward_of_zero_for_everything_changes_nothing(workspace, toy):
-    run = workspace(f"{SMALL} --steps 2 --weight_decay 0.1", lambda *_: WRONG)
+    run = workspace(f"{SMALL} --steps 2", lambda *_: WRONG)
     assert_equal(read_weights(toy), read_weights(run / "checkpoint"))
     for key, value in {"reward": 0, "zero_spread": 1, "net_advantage": 0, "skipped": 2}.items():
         assert column(run, key) == [value, value]
@@ -170,13 +170,14 @@ def test_the_files_of_a_run(workspace, toy, monkeypatch):
     wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(grpo_ba, "draw_curves", draw_curves)
-    run = workspace(f"{SMALL} --steps 5 --eval_every 2 --lr_warmup_steps 4 --name here --wandb 1")
+    run = workspace(f"{SMALL} --steps 5 --eval_every 2 --name here --wandb 1")
     files = {"checkpoint", "config.json", "curves.png", "metrics.jsonl", "samples.jsonl"}
+    files.add("checkpoint-5")
     assert {path.name for path in run.iterdir()} == files
 
     assert column(run, "step") == [1, 2, 3, 4, 5] and wandb.log.call_count == 5
     assert column(run, "eval_step") == [0, None, 2, None, 5]
-    assert [lr / 2e-4 for lr in column(run, "lr")] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert column(run, "lr") == [2e-4] * 5
     for line in read_lines(run / "metrics.jsonl"):
         assert line.keys() == KEYS
         null = {key for key in line if line[key] is None} - {"eval_accuracy", "eval_step"}
@@ -218,7 +219,7 @@ def test_all_rules_start_alike_and_end_in_a_table(monkeypatch, workspace, capsys
     for line, rule, run in zip(table, grpo_ba.AGGREGATIONS, runs):
         scores = column(run, "eval_accuracy")
         shown = f"accuracy: best {max(scores):.3f}, last {scores[-1]:.3f}"
-        assert line.split() == [rule, *shown.split()]
+        assert line.split() == [f"toy-{rule}", *shown.split()]
     assert drawn_by.endswith("python eval.py --compare " + " ".join(map(str, runs)))
     for key in ("reward", "tokens", "eval_accuracy", "length_gap"):
         assert len({column(run, key)[0] for run in runs}) == 1
@@ -245,7 +246,7 @@ def crash_at(monkeypatch, call):
         if crashes:
             raise Crash
 
-    for module, names in ((os, ("replace", "rename")), (shutil, ("rmtree",)), (torch, ("save",)),
+    for module, names in ((os, ("replace", "symlink")), (shutil, ("rmtree",)), (torch, ("save",)),
                           (grpo_ba, ("append_jsonl", "save"))):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, partial(watched, getattr(module, name)))
@@ -258,7 +259,7 @@ def test_a_crash_at_any_file_operation_is_made_good(workspace, monkeypatch, tmp_
     with monkeypatch.context() as patch:
         calls = crash_at(patch, 0)
         whole = workspace(flags + "whole", is_even)
-    assert len(calls) >= 18 and len({*calls}) == 5 and min(column(whole, "grad_norm")) > 0
+    assert len(calls) >= 16 and len({*calls}) == 5 and min(column(whole, "grad_norm")) > 0
     for call in range(2, len(calls) + 1):  # before the first, there is no run
         with monkeypatch.context() as patch, pytest.raises(Crash):
             crash_at(patch, call)
@@ -274,11 +275,11 @@ def test_a_crash_at_any_file_operation_is_made_good(workspace, monkeypatch, tmp_
 def test_a_resumed_run_keeps_its_settings_and_flags_given_win(workspace):
     flags = f"{SMALL} --eval_every 1 --max_response_tokens 20 --name "
     run, longer = (workspace(f"{flags}{steps} --steps {steps}", is_even) for steps in (2, 3))
-    workspace(f"--resume {run} --steps 3 --weight_decay 0.5", is_even)
+    workspace(f"--resume {run} --steps 3 --lr 5e-4", is_even)
     assert column(run, "tokens") == column(longer, "tokens")
     assert column(run, "eval_step") == [0, 2, 3] and column(longer, "eval_step") == [0, 1, 3]
     state = torch.load(run / "checkpoint/trainer.pt")["optimizer"]
-    assert state["param_groups"][0]["weight_decay"] == 0.5
+    assert state["param_groups"][0]["lr"] == 5e-4
 
 
 def interrupt_at(*calls):
@@ -312,7 +313,7 @@ def test_a_second_ctrl_c_stops_at_once(workspace, tmp_path):
 def test_kills_and_ctrl_c_leave_no_trace(workspace, tmp_path, monkeypatch):
     """The real command with its worker processes, to which a terminal sends Ctrl-C as well."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = f"{SMALL} --steps 11 --save_every 3 --eval_every 5 --lr_warmup_steps 9 --name"
+    flags = f"{SMALL} --steps 11 --save_every 3 --eval_every 5 --name"
     whole, run = workspace(f"{flags} whole"), tmp_path / "runs/cut"
     flags, log, done = f"--preset toy {flags} cut", run / "metrics.jsonl", 0
     for sent, status, delay in ((9, -9, 0.3), (signal.SIGINT, 2, 0.1), (9, -9, 0.2)):
@@ -384,18 +385,15 @@ MISTAKES = {  # flags -> what the sentence must name
     "--agregation token": "--agregation token",
     "--steps 0": "--steps 0: must be",
     "--lr nan": "--lr nan: must be",
-    "--preset tiny": "--preset tiny: unknown; choose one of toy, toy-guesser, qwen3-1.7b-dapo",
+    "--preset tiny": "--preset: invalid choice: 'tiny' (choose from ",
     "--prompts_per_step 7": "--prompts_per_step 7: must be",
-    "--micro_batch_tokens 100": "--micro_batch_tokens 100:",
-    "--preset= --model x": "--model and --train_data belong together",
+    "--aggregation all --resume x": "x/config.json",
     "--resume nowhere": "nowhere",
     "--train_data no.jsonl": "no.jsonl",
-    "--eval_data no.parquet": "no.parquet",
     "--train_data no/data": "no/data",
     "--train_data torn.jsonl": "data torn.jsonl:",
     "--train_data list.jsonl": "data list.jsonl:",
-    "--train_data other.jsonl": "data other.jsonl: no usable",
-    "--max_prompt_tokens 2": "--max_prompt_tokens 2: no prompt is that short",
+    "--train_data other.jsonl": "data other.jsonl: no row with problem and answer",
     "--model nowhere": "",  # transformers' own words
     "--engine vllm": "vllm",
 }
@@ -413,8 +411,6 @@ def test_a_mistake_is_named_in_one_sentence_and_leaves_no_run(
     assert not Path("runs").exists()
 
 
-def test_a_full_gpu_and_ctrl_c_outside_of_a_step_are_one_sentence(mistake, monkeypatch):
-    for error in (torch.OutOfMemoryError, KeyboardInterrupt):
-        monkeypatch.setattr(grpo_ba, "train", Mock(side_effect=error))
-        named = "--resume" if error is KeyboardInterrupt else "--micro_batch_tokens"
-        assert named in mistake(command, monkeypatch, "")
+def test_a_full_gpu_is_one_sentence(mistake, monkeypatch):
+    monkeypatch.setattr(grpo_ba, "train", Mock(side_effect=torch.OutOfMemoryError))
+    assert "lower --micro_batch_tokens" in mistake(command, monkeypatch, "")
