@@ -93,9 +93,8 @@ def test_only_samples_of_the_same_weights_settings_and_golds_are_reused(whole, c
     assert ask(f"--benchmarks aime24 --data {copy} --samples 0") == 32
     vllm = SimpleNamespace(generate=lambda *x, **sampling: generate(None, *x))
     monkeypatch.setattr(grpo_ba, "VLLMEngine", lambda *_: vllm)
-    assert ask("--engine vllm") == 48
-    (copy / "config.json").write_text('{"instruction": "suffix"}')  # of the training
-    assert ask(f"--model {moved}") == 48
+    (copy / "config.json").write_text('{"instruction": "suffix"}')  # how moved was trained
+    assert ask(f"--model {moved}") == ask("--engine vllm") == 48
     change = lambda problems: [problems[0] | {"answer": ["9"]}, *problems[1:]]
     monkeypatch.setattr(evaluation, "load_problems", lambda *args: change(real(*args)))
     assert ask() == 4
