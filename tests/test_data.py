@@ -65,7 +65,7 @@ GOLDS = [
 ]  # fmt: skip
 NOT_GOLDS = [
     None, [], [[1, 2]], ["1", None], ["1", ""], {"a": 1}, True, math.nan, [math.inf], "nan",
-    "-inf", " ", ESSAY * 2, "9" * 301,
+    "-inf", " ", ESSAY * 4, "9" * 301,
 ]  # fmt: skip
 
 

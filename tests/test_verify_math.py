@@ -56,14 +56,14 @@ def test_the_reason_says_why():
         r"\boxed{)(}",
         rf"\boxed{{{'x' * 501}}}",
     ]
-    reasons = ["correct", "wrong", "no_answer", "no_answer", "unparseable", "unparseable"]
+    reasons = ["correct", "wrong", "no_answer", "no_answer", "wrong", "wrong"]
     assert [verify_math(response, "5").reason for response in responses] == reasons
 
 
 USABLE = [("5", ["5"]), (5, ["5"]), (123456.0, ["123456"]), (0.5, ["0.5"]), (1e16, [str(10**16)])]
 USABLE += [(["6630.65", 6630], ["6630.65", "6630"]), (r"\infty", [r"\infty"])]
 UNUSABLE = [True, None, b"5", [], {}, [["5"]], ["5", None], ["5", True], "", "$ $", r"\boxed{}"]
-UNUSABLE += ["nan", "-inf", math.nan, math.inf, "x" * 301, "word " * 21, 10**301, [10**999]]
+UNUSABLE += ["nan", "-inf", math.nan, math.inf, "x" * 301, 10**301, [10**999]]
 
 
 @pytest.mark.parametrize(("gold", "texts"), USABLE + [(gold, []) for gold in UNUSABLE])
@@ -107,7 +107,7 @@ def test_verification_never_raises_and_what_is_the_gold_is_right(answer, gold):
     signal.setitimer(signal.ITIMER_VIRTUAL, 2)  # what the pool does after 2 s of CPU
     with contextlib.suppress(KeyboardInterrupt):
         verdict = verify_math(rf"so \boxed{{{answer}}}", gold)
-        assert verdict.reason in ("correct", "wrong", "no_answer", "unparseable")
+        assert verdict.reason in ("correct", "wrong", "no_answer")
         assert not gold_texts(answer) or math_equal(answer, answer)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
