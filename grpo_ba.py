@@ -701,7 +701,7 @@ def group_metrics(rewards, advantages, weights, lengths, truncated, surprise):
 
 
 def train(config, verifier):
-    """Returns the run's folder (on rank 0)."""
+    """Returns the run's folder, on rank 0."""
     device, G = setup_distributed(), config.group_size
     tokenizer = hf.AutoTokenizer.from_pretrained(config.model)
     problems, eval_problems = load_task(config, tokenizer)
@@ -812,7 +812,8 @@ def main():
 
 
 def run_main(main):
-    """Runs it; what a user can mend ends in one sentence."""
+    """What a user can mend ends in one sentence."""
+    hf.utils.logging.disable_progress_bar()
     try:
         main()
     except torch.OutOfMemoryError:
