@@ -1,4 +1,4 @@
-"""The only teacher the policy has: scores math answers and programs, right or wrong.
+"""The policy's only teacher: scores math answers and programs, right or wrong.
 
 python verify.py FILE.jsonl  # rows of {"response", "answer"} or {"response", "tests"}
 """
@@ -39,7 +39,7 @@ def fail(message):
 
 
 # ---------- 1. What is a right answer. A wrong one accepted is learnt and exploited, a right one
-# refused costs a little signal: where reading is in doubt, the answer is no.
+# refused costs a little signal: in doubt, the answer is no.
 
 BALANCED = r"(?:[^{}\\]|\\.)*+"
 for _ in range(8):  # deeper braces are nobody's answer
@@ -103,7 +103,7 @@ def normalise(text):
     return text
 
 
-# What may follow a number; other words change it, as thirds and scores do.
+# What may follow a number; other words change it, as thirds do.
 UNIT = "%|[ckmn]m|kg|ft|in|(?:square|unit|degree|dollar|(?:per)?cent|meter|hour|minute|day|way)s?"
 UNIT = rf"(?:~[mgsh]|[~ ]*(?:{UNIT}))(?![A-Za-z])(?:\^\{{\d\}})?"
 MEASURE = rf"((?=.*\d)(?:\\[a-z]+|[^A-Za-z~])*?|.*) ?((?:{UNIT} ?)*)"
@@ -146,7 +146,7 @@ def same_value(a, g):
         point = {sp.Symbol("i"): sp.I}
         for i, x in enumerate(sorted(names - point.keys(), key=str)):
             random = zlib.crc32(f"{x}{k}".encode())
-            point[x] = sp.Rational(random * (-1) ** (k >> i % 3), 2**31)  # every mixture of signs
+            point[x] = sp.Rational(random * (-1) ** (k >> i % 3), 2**31)  # all signs
             if (x.name in "kmn" or k == 7) and gap.has(sp.floor, sp.ceiling):
                 point[x] = sp.Integer(k if k % 2 else random % 10 ** (k + 1))
         error, x, y = (tree.evalf(15, subs=point, maxn=digits) for tree in (gap, a, g))
@@ -157,8 +157,8 @@ def same_value(a, g):
 
 
 def parts(tree, sums):
-    """Its kind ("set", which ends are open, a matrix' shape, or "") and items; of x = 5, f(2) = 5
-    and, with sums, m+n = 5, those of 5, but 2x = 10 and 6 = 5 stay whole."""
+    """Its kind ("set", open ends, a matrix' shape, or "") and items; of x = 5, f(2) = 5 and, with
+    sums, m+n = 5, those of 5, but 2x = 10 stays whole."""
     name = tree.lhs if isinstance(tree, sp.Eq) else sp.S.One
     number = name.atoms(sp.Number, sp.NumberSymbol, sp.Pow, sp.Function) or not name.free_symbols
     if not number and (sums or not name.is_Add):
@@ -180,7 +180,9 @@ def same(a, g):
     if isinstance(a, sp.Eq) and isinstance(g, sp.Eq):
         return a.lhs == g.lhs and same(a.rhs, g.rhs)
     (a_kind, a_items), (g_kind, g_items) = parts(a, sums=g != 0), parts(g, sums=False)
-    if a_kind != g_kind or len(a_items) != len(g_items):
+    names = {y.lhs for y in g_items if isinstance(y, sp.Eq)}
+    omitted = len(names) > 1 and names - a.free_symbols  # 1, 2 is not x = 1, y = 2
+    if a_kind != g_kind or len(a_items) != len(g_items) or omitted:
         return False
     if g_kind == "set":  # in any order
         found = [sum(same(x, y) for x in a_items) for y in g_items]
@@ -219,7 +221,7 @@ def verify_math(response, gold):
 
 # ---------- 2. The sandbox, bubblewrap: nothing to read but the system and the interpreter, nothing
 # to write but an empty /work, no network, no environment, and one kill ends all. Not covered: bugs
-# of the kernel, and the memory of 64 processes together (the OOM killer takes them first).
+# of the kernel, and the memory of 64 processes.
 
 # Bounds for a child, which ends with the thread that started it; macOS has neither.
 LIMITS = f"setpriv --pdeathsig KILL prlimit --as={2 << 30} --fsize={32 << 20} --stack={64 << 20}"
@@ -237,7 +239,7 @@ for name in '''string re datetime collections heapq bisect copy math random stat
 functools operator io sys json builtins typing'''.split():  # as LiveCodeBench does
     exec(f"from {name} import *; import {name}", scope)
 scope["quit"] = sys.exit
-sys.stdout = sys.stderr if function else sys.stdout  # what it prints is no result
+sys.stdout = sys.stderr if function else sys.stdout  # no result
 exec(compile(source, "main.py", "exec"), scope)
 if function:
     args = [json.loads(line) for line in sys.stdin if line.strip()]
@@ -278,7 +280,7 @@ def run_program(command, source, function, stdin, seconds):
         )  # fmt: skip
         timer = threading.Timer(seconds, process.kill)
         timer.start()
-        status = process.wait()  # with a timeout it would poll
+        status = process.wait()  # a timeout would poll
         timer.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
@@ -311,7 +313,7 @@ def parse_tests(tests, func_name=None):
         kinds = {"stdin": "", "functional": func_name}
         jobs = [(kinds[test["testtype"]], test["input"], test["output"]) for test in tests]
         for job in jobs or [()]:
-            function, stdin, want = map("".__add__, job)  # a TypeError but for texts
+            function, stdin, want = map("".__add__, job)  # TypeError but for texts
             lines = [*filter(str.strip, stdin.split("\n")), want]
             [strict_json(line) for line in lines if function]
     except Exception as error:  # noqa: BLE001
@@ -350,7 +352,7 @@ def verify(response, problem, *code_options):
 
 
 # ---------- 4. Workers. A parser can hang where no exception reaches it, so every answer has a
-# deadline that ends in a kill. A worker is no fork of the caller, who may hold CUDA and threads.
+# deadline that ends in a kill. No worker is a fork: the caller may hold CUDA and threads.
 
 
 def serve():
@@ -402,7 +404,7 @@ class Verifier(ThreadPoolExecutor):
             print(call, file=worker.stdin, flush=True)
             return Verdict(**json.loads(worker.stdout.readline()))
         except (OSError, ValueError):  # killed, or crashed by the answer
-            worker.wait()  # or the next one would meet it dying
+            worker.wait()  # or the next would meet it dying
             return Verdict(0.0, "timeout")
         finally:
             timer.cancel()
