@@ -86,7 +86,7 @@ def arg(default, text):
 
 
 @dataclass
-class Config:  # as it is: Qwen3-1.7B on DAPO-Math-17k, with one GPU or more
+class Config:  # defaults: Qwen3-1.7B on DAPO-Math-17k, with one GPU or more
     preset: Literal["", *PRESETS] = arg("", "whose settings to take; without a GPU toy's")
     name: str = arg("", "the run's folder is runs/NAME")
     resume: str = arg("", "folder of a run to go on with")
@@ -125,7 +125,7 @@ class Config:  # as it is: Qwen3-1.7B on DAPO-Math-17k, with one GPU or more
 
 
 def parse_flags(cls, doc, argv=None, **defaults):
-    """Command line -> cls. The flags given override these defaults, and those its own."""
+    """Command line -> cls. Flags beat `defaults`, which beat those of cls."""
     parser = hf.HfArgumentParser(cls, description=doc.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: fail(f"{message}; --help explains every flag")
     parser.set_defaults(**defaults)
@@ -181,7 +181,8 @@ def load_problems(source, split="train", excluded=()):
     rows, found, dropped = read_rows(source, split), {}, Counter()
     for row in rows:
         text = problem_text(row)
-        scored_by = {"answer": gold_texts(row.get("answer", row.get("solution")))}  # any of these
+        golds = row.get("answer", row.get("final_answer", row.get("solution")))
+        scored_by = {"answer": gold_texts(golds)}
         if row.get("tests"):
             scored_by = {"tests": row["tests"], "func_name": row.get("func_name")}
         if not text or scored_by == {"answer": []}:
@@ -192,7 +193,7 @@ def load_problems(source, split="train", excluded=()):
             found[text] = None  # two answers: neither is to be trusted
     problems = [{"problem": text} | by for text, by in found.items() if by]
     dropped["repeated or in conflict"] = len(rows) - len(problems) - dropped.total()
-    print0(f"{source}: {len(problems):,} problems of {len(rows):,} rows, {dict(dropped)}")
+    print0(f"{source}: {len(problems):,} of {len(rows):,} rows, dropped {dict(dropped)}")
     if not problems:
         fail(f"data {source}: no row with problem and answer, or prompt and solution, is usable")
     return problems
@@ -239,7 +240,7 @@ class Response:
 
 
 def sample_seed(*key):
-    """Of (seed, step, prompt, response), so a resumed run samples the same, as do more ranks."""
+    """Of (seed, step, prompt, response): resuming or adding ranks changes no sample."""
     return random.Random(repr(key)).getrandbits(31)
 
 
@@ -255,9 +256,9 @@ class TransformersEngine:
 
     model: torch.nn.Module
     stop_ids: list
-    rows: int = 256  # the most responses at a time
+    rows: int = 256  # at most, at a time
 
-    load_weights = sleep = lambda *_: None  # there is nothing to push or to release
+    load_weights = sleep = lambda *_: None  # nothing to push or release
 
     @torch.no_grad()
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=-1):
@@ -414,7 +415,7 @@ def balanced(advantages, lengths):
     """BA:  k/G * mean of l over positive tokens + (G-k)/G * mean of l over negative tokens"""
     weights = torch.zeros_like(lengths)
     for sign in (advantages > 0, advantages < 0):  # [P, G] each; A = 0 counts in G only
-        share = sign.to(lengths).mean(dim=1, keepdim=True)  # k/G, then (G-k)/G
+        share = sign.to(lengths).mean(dim=1, keepdim=True)  # this sign's share of G
         T = (lengths * sign).sum(dim=1, keepdim=True)  # tokens of this sign only
         weights += sign * share / T.clamp(min=1)
     return weights
@@ -449,7 +450,7 @@ def setup_distributed():
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if CUDA else "cpu"
     if CUDA:
         torch.cuda.set_device(device)
-    if WORLD > 1 and not dist.is_initialized():  # ranks wait for the longest rollout
+    if WORLD > 1 and not dist.is_initialized():  # rollouts take long
         dist.init_process_group("nccl" if CUDA else "gloo", timeout=timedelta(hours=9))
     return device
 
@@ -467,7 +468,7 @@ def response_logprobs(model, responses, temperature, chunk=2048):
 
     Padding is on the right, where no real token sees it. Positions follow from lengths, not from
     token ids: many models pad with EOS, which must be trained (trl#4970). Logits exist for `chunk`
-    tokens at a time, and anew in the backward pass: those of 4,096 tokens take 2.5 GB (Qwen3).
+    tokens at a time, and anew in the backward pass: those of 2,048 take 1.2 GB (Qwen3).
     """
     device, weight = model.device, model.get_output_embeddings().weight  # [V, H]
     rows = [torch.cat([r.prompt_ids, r.ids]) for r in responses]
@@ -475,7 +476,7 @@ def response_logprobs(model, responses, temperature, chunk=2048):
     targets = torch.cat([r.ids for r in responses]).to(device)  # [T]
 
     def head(hidden, targets):
-        logits = F.linear(hidden / temperature, weight).to(weight.dtype)  # [chunk, V], in float32
+        logits = F.linear(hidden / temperature, weight).to(weight.dtype)  # [chunk, V], to float32
         return -F.cross_entropy(logits, targets, reduction="none")
 
     # An autocast cache would keep every weight in bf16 too.
@@ -489,7 +490,7 @@ def response_logprobs(model, responses, temperature, chunk=2048):
 
 
 def micro_batches(rows, lengths, budget):
-    """The rows, longest first; rows * longest <= budget tokens, and none is under 0.8 of it."""
+    """The rows, longest first; rows * longest <= budget tokens, none under 0.8 * longest."""
     batches = []
     for row in sorted(rows, key=lambda i: -lengths[i]):
         longest = lengths[batches[-1][0]] if batches else 0
@@ -691,7 +692,7 @@ def group_metrics(rewards, advantages, weights, lengths, truncated, surprise):
         "length_cv": lengths.std(dim=1, correction=0) / lengths.mean(dim=1),
         "truncated": truncated,
         "entropy": surprise.sum() / lengths.sum(),  # in nats, unbiased
-        # The paper's two biases as numbers: that of `token` is not 0, that of `sequence` not 1.
+        # The paper's two biases: `balanced` has 0 and 1, `token` not 0, `sequence` not 1.
         "net_advantage": (weights * lengths * advantages).sum(dim=1),
         "weight_spread": torch.maximum(*spreads),
     }
@@ -718,7 +719,7 @@ def train(config, verifier):
 
         wandb.init(project="grpo_ba", name=run.name, config=vars(config))
 
-    def on_interrupt(*_):  # the first Ctrl-C lets the step end, the second does not
+    def on_interrupt(*_):  # the first Ctrl-C lets the step end
         interrupted.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -790,8 +791,10 @@ def train(config, verifier):
     if run:
         draw_curves(run)
         print(f"picture: {run}/curves.png   checkpoint: {run}/checkpoint")
-    if interrupted:
-        fail(f"interrupted after a whole step; go on with --resume {run}")
+        if config.wandb:
+            wandb.finish()
+        if interrupted:
+            fail(f"interrupted after a whole step; go on with --resume {run}")
     return run
 
 

@@ -54,7 +54,7 @@ def test_each_text_is_kept_once_and_conflicts_not_at_all(kind, names, tmp_path, 
         {"problem": "What is 7 - 10?", "answer": ["-3"]},
     ]
     out = capsys.readouterr().out
-    assert "2 problems of 7 rows" in out
+    assert "2 of 7 rows" in out
     assert "'without a verifiable answer': 2, 'repeated or in conflict': 3" in out
 
 
