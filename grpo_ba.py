@@ -345,9 +345,10 @@ class VLLMEngine:
             [self.vllm.SamplingParams(**sampling, seed=s, detokenize=False) for s in seeds],
             use_tqdm=False,
         )
-        found = zip(prompts, (output.outputs[0] for output in outputs))
-        found = [(prompt, o.token_ids, o.logprobs.logprobs) for prompt, o in found]
-        return [Response(*map(torch.tensor, parts)) for parts in found]
+        return [
+            Response(*map(torch.tensor, (prompt, o.token_ids, o.logprobs.logprobs)))
+            for prompt, [o] in zip(prompts, (output.outputs for output in outputs))
+        ]
 
 
 def rollout(engine, problems, n, config, *key):
@@ -396,7 +397,7 @@ def group_advantages(rewards, normalize_std=True, eps=1e-6):
 
 # ---- 6. Aggregation: the paper. A rule is one number per response, the weight of each of its
 # tokens: group loss = sum_i w_i * sum_t l[i,t], batch loss = mean over groups. They are computed
-# once, over whole groups, and nothing below rescales them. A new rule is one more function.
+# once, over whole groups, and nothing below rescales them. A new rule also needs its name in Config.
 
 
 def sequence(advantages, lengths):
@@ -451,7 +452,7 @@ def setup_distributed():
     if CUDA:
         torch.cuda.set_device(device)
     if WORLD > 1 and not dist.is_initialized():  # rollouts take long
-        dist.init_process_group("nccl" if CUDA else "gloo", timeout=timedelta(hours=9))
+        dist.init_process_group("nccl" if CUDA else "gloo", timeout=timedelta(hours=2))
     return device
 
 
@@ -646,8 +647,8 @@ def load_policy(path, device):
 
 def load_trainer(config, device):
     """(model, optimizer, steps done), from the resumed run's checkpoint if there is one."""
-    saved = Path(config.resume or "-", "checkpoint")
-    resumed = (saved / "trainer.pt").exists()
+    saved = Path(config.resume, "checkpoint")
+    resumed = config.resume and saved.exists()
     model = load_policy(saved if resumed else config.model, device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
