@@ -31,7 +31,7 @@ import grpo_ba as ba
 from grpo_ba import RANK, WORLD, arg, print0
 from verify import Verifier, fail, gold_texts, parse_tests, require_sandbox
 
-# ---------- 1. Benchmarks and settings. The revisions are those that public evaluations use.
+# ---- 1. Benchmarks and settings. The revisions are those that public evaluations use.
 
 # fmt: off
 BENCHMARKS = {  # hub id[:config], revision, rows
@@ -91,7 +91,7 @@ def parse(argv=None):
     return o
 
 
-# ---------- 2. Data: problems {"problem", "answer"}, where any of the "answer"s is right; those of
+# ---- 2. Data: problems {"problem", "answer"}, where any of the "answer"s is right; those of
 # LiveCodeBench have "messages", "tests" and "func_name" too.
 
 
@@ -177,7 +177,7 @@ def load_problems(name, o):
     return list(problems.values()) or fail(f"{name}: no rows (LiveCodeBench: see --lcb_start)")
 
 
-# ---------- 3. Sampling and scores. A response depends on weights, settings, prompt and its own seed
+# ---- 3. Sampling and scores. A response depends on weights, settings, prompt and its own seed
 # (on a GPU, a little on the batch), so a killed run can go on, and ranks do not change the table.
 # Standard errors are over problems: responses to one problem are not independent.
 
@@ -302,7 +302,7 @@ def evaluate(o):
         report(file.parent, [o, sampling, *style], tasks)
 
 
-# ---------- 4. Comparisons: benchmarks are paired by problem, so that difficulty cancels, trainings
+# ---- 4. Comparisons: benchmarks are paired by problem, so that difficulty cancels, trainings
 # by seed.
 
 COLORS = {"sequence": "#0072B2", "token": "#D55E00", "balanced": "#009E73"}  # Okabe-Ito

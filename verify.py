@@ -38,7 +38,7 @@ def fail(message):
     raise SystemExit(2)
 
 
-# ---------- 1. What is a right answer. A wrong one accepted is learnt and exploited, a right one
+# ---- 1. What is a right answer. A wrong one accepted is learnt and exploited, a right one
 # refused costs a little signal: in doubt, the answer is no.
 
 BALANCED = r"(?:[^{}\\]|\\.)*+"
@@ -219,7 +219,7 @@ def verify_math(response, gold):
     return Verdict(float(right), "correct" if right else "wrong")
 
 
-# ---------- 2. The sandbox, bubblewrap: nothing to read but the system and the interpreter, nothing
+# ---- 2. The sandbox, bubblewrap: nothing to read but the system and the interpreter, nothing
 # to write but an empty /work, no network, no environment, and one kill ends all. Not covered: bugs
 # of the kernel, and the memory of 64 processes.
 
@@ -290,7 +290,7 @@ def run_program(command, source, function, stdin, seconds):
     return reason, text(err).rpartition("\n")[2][:200], text(out)
 
 
-# ---------- 3. What is a right program: LiveCodeBench's rules, but results are strict JSON.
+# ---- 3. What is a right program: LiveCodeBench's rules, but results are strict JSON.
 
 
 def extract_code(response):
@@ -351,12 +351,12 @@ def verify(response, problem, *code_options):
     return verify_math(response, problem.get("answer"))
 
 
-# ---------- 4. Workers. A parser can hang where no exception reaches it, so every answer has a
+# ---- 4. Workers. A parser can hang where no exception reaches it, so every answer has a
 # deadline that ends in a kill. No worker is a fork: the caller may hold CUDA and threads.
 
 
 def serve():
-    replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no verdict
+    replies, sys.stdout = sys.stdout, sys.stderr  # what libraries print is none
     print(verify_math(r"\boxed{\frac{2}{4}}", "0.5").reason, file=replies, flush=True)  # ready
     for line in sys.stdin:
         print(json.dumps(vars(verify(*json.loads(line)))), file=replies, flush=True)
@@ -400,8 +400,8 @@ class Verifier(ThreadPoolExecutor):
         timer = threading.Timer(seconds, worker.kill)
         timer.start()
         try:
-            call = json.dumps([response, problem, *self.code_options], default=id)  # tensors stay
-            print(call, file=worker.stdin, flush=True)
+            own = {k: problem[k] for k in problem if k in ("answer", "tests", "func_name")}
+            print(json.dumps([response, own, *self.code_options]), file=worker.stdin, flush=True)
             return Verdict(**json.loads(worker.stdout.readline()))
         except (OSError, ValueError):  # killed, or crashed by the answer
             worker.wait()  # or the next would meet it dying
@@ -410,7 +410,7 @@ class Verifier(ThreadPoolExecutor):
             timer.cancel()
 
 
-# ---------- 5. The command line.
+# ---- 5. The command line.
 
 
 def main():
