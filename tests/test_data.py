@@ -37,7 +37,9 @@ def write_texts(path, *texts):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("names", [("problem", "answer"), ("prompt", "solution")])
+@pytest.mark.parametrize(
+    "names", [("problem", "answer"), ("prompt", "solution"), ("question", "final_answer")]
+)
 def test_each_text_is_kept_once_and_conflicts_not_at_all(kind, names, tmp_path, capsys):
     pairs = [
         ("What is 6 * 7?", "42"),

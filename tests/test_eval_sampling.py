@@ -66,6 +66,7 @@ def test_an_evaluation_scores_the_toy_and_leaves_its_files(whole):
     assert (figures["problems"], figures["k"], count) == (12, 4, 48)
     assert figures["avg@k"] == pytest.approx(100 * sum(r["reward"] for r in rows.values()) / 48)
     assert 0 < figures["avg@k"] < 100  # else the tests below could not tell samples apart
+    assert all(row["tokens"] == 40 for row in rows.values() if row["truncated"])
     assert f"{figures['avg@k']:.1f}" in (whole / "eval/results.md").read_text()
     assert len({(row["problem"], row["response"]) for row in rows.values()}) > 24
 

@@ -21,7 +21,7 @@ def test_vllm_scores_as_transformers_does_and_resumes_on_two_ranks(tmp_path):
     assert 0 < a["avg@k"] < 100
     assert abs(a["avg@k"] - b["avg@k"]) < 4 * (a["s.e."] ** 2 + b["s.e."] ** 2) ** 0.5
     assert abs(a["tokens"] - b["tokens"]) < 0.3 * b["tokens"]
-    assert {row["truncated"] for row in rows.values()} <= {True, False}
+    assert all(row["tokens"] == 40 for row in rows.values() if row["truncated"])
     path = tmp_path / "a/eval/samples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:57]) + lines[57][:30])
